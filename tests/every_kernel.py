@@ -17,12 +17,13 @@ import ostinato
 import persistent_cases
 import persistent_layers
 import scan_kernels
-from kernels.persistent import test_cuda_step, test_passes
+from kernels.persistent import test_cuda_step, test_passes, test_small
 from kernels.recurrence import test_nonlinear_recurrence, test_projected
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels import gemm
 from ostinato.kernels.persistent import cuda as persistent
 from ostinato.kernels.persistent import plan
+from ostinato.kernels.persistent.arguments import Arguments
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import packing
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
@@ -162,6 +163,14 @@ def sums_of_biases():
             persistent.gradients_of_biases(torch.randn(batch, width).cuda(), dtype, cell)
 
 
+def products_of_small_layers():
+    for cell, size, (dtype, rounds) in itertools.product(test_small.CELLS, test_small.SIZES, test_small.TOLERANCE):
+        given, h, found = test_small.inputs(cell, size, dtype)
+        given, found = Arguments(*map(test_passes.on_gpu, given)), [*map(test_passes.on_gpu, found)]
+        persistent.small.linear(given.x, given.weight_ih, given.bias_ih, rounds)
+        persistent.small.gradients(given, h.cuda(), found, test_small.ALL, rounds)
+
+
 def recurrent(path, shape, in_clusters):
     pack = packing.pack
 
@@ -277,6 +286,7 @@ PARTS |= {f"clusters-stack-{cell}": partial(stacks, cell) for cell in ("RNN", "G
 PARTS["transposition"] = transpositions
 PARTS["previous"] = shifts
 PARTS["biases"] = sums_of_biases
+PARTS["small-layers"] = products_of_small_layers
 PARTS["wide-1152"] = partial(wide, 1152, torch.bfloat16)
 PARTS["wide-2048"] = partial(wide, 2048, torch.float16)
 for kind, in_clusters in {"persistent": False, "clusters": True}.items():

@@ -7,7 +7,7 @@
 ``derived.py``      what is computed from a tensor, until it changes
 ``export.py``       programs that run without this library
 ``gemm.py``         matrix products over all steps; ``convolution.py``, those on AMD's CPUs, ``cublas.py``, those of
-                    another precision than PyTorch's
+                    another precision than PyTorch's, ``products.py``, several small ones in one launch
 ``precision.py``    whether float32 may be rounded to tf32
 ``nvrtc.py``        CUDA kernels: compiled, loaded, launched
 ``numeric.cuh``     their arithmetic; ``barriers.cuh``, ``gemv.cuh`` and ``transpose.cu``, parts of them

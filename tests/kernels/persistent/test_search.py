@@ -26,6 +26,7 @@ def planned_for_an_h100(monkeypatch):
     """As if there were one, with all kernels compiled."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
     monkeypatch.setattr(cuda_launch, "kernels", lambda *_, **__: None)
+    monkeypatch.setattr(nvrtc, "compile_ahead", lambda *_: None)
     for cached in (cuda_plan._plan_of_share, backends._plan_dense, wavefront.portions):
         cached.cache_clear()
     yield

@@ -28,6 +28,7 @@ A device's package, ``cpu`` or ``cuda``, provides
   of a stack, called with an input, its states and all weights in torch.nn's order, for the output and the next states;
 - where layers can run at the same time, ``layers_at_once`` and ``portions``: how many of a stack do, and in how many
   portions of the steps; ``forward`` and ``backward`` then write into given parts of tensors;
+- where it has it, ``small``: what computes the products of small layers together, in place of ``gemm.py``;
 - where it has them, ``least_steps``, ``most_single_steps``, ``FrozenStep`` and ``gradients_of_step``: see
   ``backends.py``.
 """

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from ostinato.kernels.dispatch import gradient, operator, or_empty
 from ostinato.kernels.eager import is_eager
-from ostinato.kernels.gemm import add_product, gradient_of_input, gradient_of_weight, linear, transposes
+from ostinato.kernels.gemm import add_product, gradient_of_input, gradient_of_weight, linear, linear_into, transposes
 from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, INPUTS, NEEDED_BITS, TENSORS, Arguments, Layer, Saved
-from ostinato.kernels.persistent.backends import kernels_on, plan_layer
+from ostinato.kernels.persistent.backends import is_captured, kernels_on, plan_layer
 from ostinato.kernels.persistent.modes import is_vmapped_last, without_autocast
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.precision import layers_round
@@ -37,14 +37,22 @@ class Executor(NamedTuple):
     kernels: Any
     plan: Plan
     rounds: bool  # whether products of float32 may be rounded to tf32
+    small: Any  # what computes the products of a small layer together, else None
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         given = Arguments(*args)
         with without_autocast(given.x.device.type):  # the tensors are converted already
-            projected = linear(given.x, given.weight_ih, given.bias_ih, self.rounds)
+            projected = self.project(given.x, given.weight_ih, given.bias_ih)
             output, h_n, c_n, c = self.kernels.forward(self.layer_of(given), projected, self.plan, given.training)
         c_width, gates_width = _kept_widths(given)
         return output, h_n, c_n, c if c_width else None, projected if gates_width else None
+
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor | None = None) -> Tensor:
+        """The product with the input, written `into` this tensor, if given."""
+        if self.small is not None:
+            return self.small.linear(x, weight, bias, self.rounds, into)
+        product = x, weight, bias, self.rounds
+        return linear(*product) if into is None else linear_into(into, *product)
 
     def layer_of(self, given: Arguments) -> Layer:
         """The layer as the kernels take it."""
@@ -60,7 +68,17 @@ def executor_of(*args: Any) -> Executor:
     given = Arguments(*args)
     plan = plan_layer(given.mask_hh, call_of(given))
     kernels = kernels_on(given.x.device) if plan.has_kernel else reference
-    return Executor(kernels, plan, layers_round(given.x.device, given.x.dtype))
+    return Executor(kernels, plan, layers_round(given.x.device, given.x.dtype), _products_of_small(kernels, given))
+
+
+def _products_of_small(kernels: Any, given: Arguments) -> Any:
+    """What computes the products of a layer together, if it is small and there is such, else None."""
+    small, hidden = getattr(kernels, "small", None), given.weight_hh.shape[1]
+    if small is None:
+        return None
+    rows, channels = given.x.shape
+    sizes = rows, GATES[given.cell] * hidden, max(channels, hidden)
+    return small if small.is_small(*sizes, given.training, is_captured(given.x.device)) else None
 
 
 def call_of(given: Arguments) -> Call:
@@ -260,7 +278,10 @@ def gradients(
 
     ``found`` is what the kernels' backward returns.
     """
-    (kernels, _, rounds), (grads, grad_h0, grad_c0, totals) = executor, found
+    kernels, _, rounds, small = executor
+    if small is not None:
+        return small.gradients(given, h, found, needed, rounds)
+    grads, grad_h0, grad_c0, totals = found
     hidden, cell, gru = given.weight_hh.shape[1], given.cell, given.cell == "gru"
     inputs, recurrent = of_input(grads, cell), grads[:, : 3 * hidden] if gru else grads
     of_biases: Any = kernels.gradients_of_biases(totals, grads.dtype, cell) if needed & OF_BIASES else None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ostinato.kernels.dispatch import of_several, or_empty
 from ostinato.kernels.eager import is_eager
-from ostinato.kernels.gemm import gradient_of_input, linear, linear_into
+from ostinato.kernels.gemm import gradient_of_input
 from ostinato.kernels.persistent.arguments import INPUTS, TENSORS, Arguments, Layer, Saved
 from ostinato.kernels.persistent.backends import is_captured
 from ostinato.kernels.persistent.modes import without_autocast
@@ -56,14 +56,13 @@ class _Wavefront(NamedTuple):
         states: list[Any] = [(layer.h0, layer.c0) for layer in layers]
 
         def run(i: int, portion: int) -> Sequence[Tensor | None]:
-            (kernels, plan, rounds), layer, kept = self.executors[i], layers[i], gates[i][portion]
+            executor, layer, kept = self.executors[i], layers[i], gates[i][portion]
             x = _times(outputs[i - 1][portion], factors[i][portion]) if i else inputs[portion]
-            product = x, layer.weight_ih, layer.bias_ih, rounds
-            projected = linear_into(kept, *product) if kept.numel() else linear(*product)
+            projected = executor.project(x, layer.weight_ih, layer.bias_ih, kept if kept.numel() else None)
             h0, c0 = states[i]
             own = given[i]._replace(h0=h0, c0=c0, sequences=sequences[i][portion])
             into = outputs[i][portion], cs[i][portion]
-            _, *states[i], _ = kernels.forward(own, projected, plan, layer.training, into)
+            _, *states[i], _ = executor.kernels.forward(own, projected, executor.plan, layer.training, into)
             return states[i]
 
         with without_autocast(device.type):  # the tensors are converted already
@@ -90,7 +89,7 @@ class _Wavefront(NamedTuple):
             i, portion = len(layers) - 1 - depth, self.portions - 1 - link
             if i not in passed:
                 return ()
-            (kernels, plan, rounds), layer = self.executors[i], layers[i]
+            (kernels, plan, rounds, _), layer = self.executors[i], layers[i]
             own = given[i]._replace(sequences=sequences[i][portion])
             if portion:
                 own = _continued(own, saved[i][portion - 1])
@@ -170,7 +169,7 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 def _wavefront(*calls: tuple) -> _Wavefront:
     layers = _layers(calls)
     executors = tuple(executor_of(*layer) for layer in layers)
-    kernels, plan, _ = executors[0]
+    kernels, plan, *_ = executors[0]
     call = call_of(layers[0])._replace(captured=is_captured(layers[0].x.device))
     return _Wavefront(executors, kernels.portions(call, plan))
 

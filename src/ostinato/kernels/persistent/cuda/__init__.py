@@ -5,6 +5,7 @@
 ``passes.py``     both passes: ``forward.cu`` and ``backward.cu``, of two groups in turn ``forward_turns.cu`` and
                   ``backward_turns.cu``, within clusters ``gather.cu`` and ``scatter.cu``, of wide batches
                   ``forward_wide.cu`` and ``backward_wide.cu``; ``previous.cu`` and ``biases.cu`` around them
+``small.py``      the products of small layers in one launch
 ``wavefront.py``  how many of stacked layers run at once
 ``launch.py``     the kernels of a geometry: compiled and launched
 ``geometry.py``   how a layer is divided among blocks of threads
@@ -21,6 +22,7 @@
 ================  ===========================================================================================
 """
 
+from ostinato.kernels.persistent.cuda import small
 from ostinato.kernels.persistent.cuda.passes import backward, forward, gradients_of_biases, previous
 from ostinato.kernels.persistent.cuda.plan import keeps_gates, least_steps, make_plan
 from ostinato.kernels.persistent.cuda.step import StepOfLayers, step_of
@@ -36,6 +38,7 @@ __all__ = [
     "backward",
     "gradients_of_biases",
     "previous",
+    "small",
     "step_of",
     "StepOfLayers",
 ]

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels import nvrtc, products
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.persistent.cuda import cudnn
+from ostinato.kernels.persistent.cuda import cudnn, small
 from ostinato.kernels.persistent.cuda.costs import microseconds
 from ostinato.kernels.persistent.cuda.cudnn_costs import torchs_microseconds
 from ostinato.kernels.persistent.cuda.geometry import Geometry
@@ -65,6 +65,9 @@ def make_plan(
         used = [geometry for geometry in plan.geometry or () if geometry is not None]
         if mask_hh is not None:
             used = [_packed(geometry, mask_hh) for geometry in used]
+        of_product = call.length * call.batch, GATES[call.cell] * call.hidden_size, call.hidden_size
+        if small.is_small(*of_product, call.training, call.captured):  # if its input is no wider
+            nvrtc.compile_ahead(*products.source(call.dtype, tf32), index)
         compile_kernels(index, resets, call.packed, keeps, *used)
     except (MemoryError, nvrtc.DoesNotCompile) as error:
         if distributed and any(geometry and geometry.distributed for geometry in plan.geometry):

@@ -1,0 +1,154 @@
+"""The products of small layers in one launch, against the separate ones."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import ostinato
+from ostinato.kernels import nvrtc, products
+from ostinato.kernels.persistent import operators, reference
+from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, Arguments
+from ostinato.kernels.persistent.cuda import small
+from ostinato.recurrent import sequences
+
+f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
+ALL = 2 ** len(DIFFERENTIABLE) - 1
+SIZES = ((1, 1, 1, 1), (1, 9, 3, 33), (3, 20, 40, 5), (16, 7, 12, 64), (33, 40, 17, 36))  # B, T, channels, H
+CELLS = "rnn_tanh", "gru", "lstm"
+
+
+def inputs(cell, size, dtype=torch.float64, device="cpu", h0=True, reverse=False, resets=False):
+    """The operator's arguments, the states and what the backward's loop returns."""
+    batch, steps, channels, hidden = size
+    width, gates = hidden * (1 if cell == "rnn_tanh" else 4), hidden * {"gru": 3, "lstm": 4}.get(cell, 1)
+
+    def random(*shape):
+        return torch.randn(shape).to(device, dtype)
+
+    rows = steps * batch
+    states = random(batch, hidden) if h0 else None, random(batch, hidden) if cell == "lstm" else None
+    weights = random(gates, channels), random(gates, hidden), random(gates), random(gates)
+    marks = (torch.rand(rows) < 0.2).to(device) if resets else None
+    given = Arguments(random(rows, channels), *states, *weights, None, None, marks, batch, cell, reverse, True, None, 1)
+    totals = random(batch, width).to(torch.promote_types(dtype, f32))
+    return given, random(rows, hidden), (random(rows, width), random(batch, hidden), states[1], totals)
+
+
+def separate(given, h, found, needed):
+    """The same gradients in float64 on the CPU."""
+
+    def widened(x):
+        return x.double().cpu() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    marks = given.resets if given.resets is None else given.resets.cpu()
+    given = Arguments(*map(widened, given))._replace(resets=marks)
+    executor = operators.Executor(reference, None, False, None)
+    return operators.gradients(executor, given, widened(h), [*map(widened, found)], needed)
+
+
+def part(tensor, rows, columns, factor, flipped):
+    """A factor of a product as a matrix: (rows, columns), of the second one from (columns, rows)."""
+    flat = tensor.reshape(-1)[factor.begin :]
+    shape, strides = (rows, columns), (factor.across, factor.along)
+    return flat.as_strided(shape[::-1], strides[::-1]) if flipped else flat.as_strided(shape, strides)
+
+
+def computed(described, tensors):
+    """What the kernel does, by PyTorch."""
+    for one in described:
+        total = torch.zeros(one.rows, one.columns, dtype=torch.float64)
+        for a, b, size in one.pairs:
+            right = part(tensors[b.tensor], one.columns, size, b, flipped=True)
+            if a is products.NOTHING:
+                total += right.sum(0)
+            else:
+                total += part(tensors[a.tensor], one.rows, size, a, flipped=False) @ right
+        tensors[one.out].reshape(-1)[one.begin : one.begin + total.numel()] = total.reshape(-1)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("h0", "reverse"), [(False, False), (False, True), (True, False), (True, True)])
+def test_the_products_of_gradients_are_those_of_the_layer(cell, h0, reverse):
+    torch.manual_seed(0)
+    for size in SIZES:
+        given, h, found = inputs(cell, size, h0=h0, reverse=reverse)
+        batch, _, channels, hidden = size
+        names = "x", "weight_ih", "weight_hh", "bias_ih", "bias_hh"
+        results = [torch.full_like(getattr(given, name), float("nan")) for name in names]
+        shape = len(h), batch, batch, hidden, channels
+        described = small.products_of_gradients(cell, *shape, True, reverse, h0, names)
+        computed(described, [found[0], found[3], given.x, given.weight_ih, h, given.h0, *results])
+        expected = dict(zip(DIFFERENTIABLE, separate(given, h, found, ALL), strict=True))
+        for name, result in zip(names, results, strict=True):
+            torch.testing.assert_close(result, expected[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
+@pytest.mark.parametrize(("dtype", "rounds"), [(f32, False), (f32, True), (f16, False), (bf16, False)])
+def test_products_compile_without_a_gpu(architecture, dtype, rounds):
+    pytest.importorskip("cuda.core")
+    code, macros = products.source(dtype, rounds)
+    assert nvrtc.compile_cubin(code, architecture, dict(macros))[:4] == b"\x7fELF"
+
+
+TOLERANCE = {(f32, False): 3e-6, (f32, True): 3e-3, (f16, False): 2e-3, (bf16, False): 1e-2}  # of the largest number
+
+
+def error(result, expected):
+    expected = expected.cpu()
+    return float((result.double().cpu() - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("dtype", "rounds"), TOLERANCE)
+def test_gradients_of_small_layers_match_float64(cell, dtype, rounds, nan_memory):
+    torch.manual_seed(0)
+    flags = itertools.cycle(itertools.product((True, False), repeat=3))
+    for size, needed in itertools.product((*SIZES, (8, 128, 64, 64)), (ALL, ALL, 0b1010101, 0b0101001)):
+        h0, reverse, resets = next(flags)
+        given, h, found = inputs(cell, size, dtype, "cuda", h0, reverse, resets)
+        ours, again = (small.gradients(given, h, found, needed, rounds) for _ in range(2))
+        exact = separate(given, h, found, needed)
+        for name, one, two, expected in zip(DIFFERENTIABLE, ours, again, exact, strict=True):
+            assert (one is None) == (expected is None)
+            if one is not None:
+                assert torch.equal(one, two)
+                assert error(one, expected) < TOLERANCE[dtype, rounds], (name, size, h0, reverse, resets)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "rounds"), TOLERANCE)
+def test_projections_of_small_layers_match_float64(dtype, rounds, nan_memory):
+    torch.manual_seed(0)
+    for (batch, steps, channels, hidden), biased in itertools.product(SIZES, (False, True)):
+        x, weight = torch.randn(steps, channels, batch).transpose(1, 2).flatten(0, 1), torch.randn(hidden, channels)
+        x, weight, bias = (y.to("cuda", dtype) for y in (x, weight, torch.randn(hidden)))
+        bias = bias if biased else None
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        into = torch.empty(steps * batch, hidden, device="cuda", dtype=dtype)
+        assert error(small.linear(x, weight, bias, rounds), exact) < TOLERANCE[dtype, rounds]
+        assert small.linear(x, weight, bias, rounds, into) is into
+        assert error(into, exact) < TOLERANCE[dtype, rounds]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+@pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, True), (3, False)])
+def test_separate_products_lead_to_the_same_gradients(cell, layers, bidirectional, monkeypatch):
+    torch.manual_seed(0)
+    layer = getattr(ostinato, cell)(12, 64, layers, bidirectional=bidirectional).cuda()
+    x = torch.randn(40, 8, 12, device="cuda", requires_grad=True)
+    of_output = torch.randn(40, 8, 64 * (1 + bidirectional), device="cuda")
+    found, compute, calls = [], small.gradients, []
+    monkeypatch.setattr(small, "gradients", lambda *args: calls.append(args) or compute(*args))
+    for most in ((0, 0), (2048, 2**26)):
+        monkeypatch.setitem(small._MOST, False, most)
+        sequences._CALLS._runs.clear()
+        output, _ = layer(x)
+        found.append((output, *torch.autograd.grad(output, [x, *layer.parameters()], of_output)))
+        assert len(calls) == (0 if most == (0, 0) else layers * (1 + bidirectional))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3 * float(one.abs().max()))
