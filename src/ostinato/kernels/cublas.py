@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels.nvrtc import empty
+from ostinato.kernels.nvrtc import empty, permitted_in_captures
 
 # From cuBLAS's headers.
 _FLOAT32 = 0  # CUDA_R_32F
@@ -147,6 +147,13 @@ class _Product:
 
 _ZERO, _ONE = c_float(0.0), c_float(1.0)
 _handle: Any = getattr(torch._C, "_cuda_getCurrentBlasHandle", None)  # PyTorch's, which is a handle of cublasLt, too
+
+
+def create_handle(device: torch.device) -> None:
+    """PyTorch's of this thread, if there is none yet: while a CUDA graph is captured, PyTorch cannot."""
+    if _handle is not None:
+        with torch.cuda.device(device), permitted_in_captures():
+            _handle()
 
 
 class _Thread(threading.local):

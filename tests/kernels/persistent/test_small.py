@@ -98,7 +98,7 @@ TOLERANCE = {(f32, False): 3e-6, (f32, True): 3e-3, (f16, False): 2e-3, (bf16, F
 
 def error(result, expected):
     expected = expected.cpu()
-    return float((result.double().cpu() - expected).abs().max() / expected.abs().max())
+    return float((result.double().cpu() - expected).abs().max() / expected.abs().max().clamp(min=1e-9))
 
 
 @pytest.mark.gpu
@@ -144,11 +144,11 @@ def test_separate_products_lead_to_the_same_gradients(cell, layers, bidirectiona
     of_output = torch.randn(40, 8, 64 * (1 + bidirectional), device="cuda")
     found, compute, calls = [], small.gradients, []
     monkeypatch.setattr(small, "gradients", lambda *args: calls.append(args) or compute(*args))
-    for most in ((0, 0), (2048, 2**26)):
-        monkeypatch.setitem(small._MOST, False, most)
+    for most in (0, 1024):
+        monkeypatch.setattr(small, "MOST_ROWS", most)
         sequences._CALLS._runs.clear()
         output, _ = layer(x)
         found.append((output, *torch.autograd.grad(output, [x, *layer.parameters()], of_output)))
-        assert len(calls) == (0 if most == (0, 0) else layers * (1 + bidirectional))
+        assert len(calls) == (layers * (1 + bidirectional) if most else 0)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3 * float(one.abs().max()))

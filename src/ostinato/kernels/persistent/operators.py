@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.kernels import cublas
 from ostinato.kernels.dispatch import gradient, operator, or_empty
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import add_product, gradient_of_input, gradient_of_weight, linear, linear_into, transposes
@@ -68,6 +69,8 @@ def executor_of(*args: Any) -> Executor:
     given = Arguments(*args)
     plan = plan_layer(given.mask_hh, call_of(given))
     kernels = kernels_on(given.x.device) if plan.has_kernel else reference
+    if is_captured(given.x.device):
+        cublas.create_handle(given.x.device)  # calls before the capture may not have needed one
     return Executor(kernels, plan, layers_round(given.x.device, given.x.dtype), _products_of_small(kernels, given))
 
 
@@ -77,8 +80,8 @@ def _products_of_small(kernels: Any, given: Arguments) -> Any:
     if small is None:
         return None
     rows, channels = given.x.shape
-    sizes = rows, GATES[given.cell] * hidden, max(channels, hidden)
-    return small if small.is_small(*sizes, given.training, is_captured(given.x.device)) else None
+    is_small = small.is_small(rows, GATES[given.cell] * hidden, max(channels, hidden), given.training)
+    return small if is_small else None
 
 
 def call_of(given: Arguments) -> Call:

@@ -66,7 +66,7 @@ def make_plan(
         if mask_hh is not None:
             used = [_packed(geometry, mask_hh) for geometry in used]
         of_product = call.length * call.batch, GATES[call.cell] * call.hidden_size, call.hidden_size
-        if small.is_small(*of_product, call.training, call.captured):  # if its input is no wider
+        if small.is_small(*of_product, call.training):  # if its input is no wider
             nvrtc.compile_ahead(*products.source(call.dtype, tf32), index)
         compile_kernels(index, resets, call.packed, keeps, *used)
     except (MemoryError, nvrtc.DoesNotCompile) as error:

@@ -14,19 +14,18 @@ from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, NEEDED_BITS, A
 from ostinato.kernels.persistent.cuda.passes import previous
 from ostinato.kernels.products import NOTHING, Factor, Product, Products
 
-# Rows, and multiply-adds of a product, up to which one launch is faster.  In CUDA graphs the GPU's time alone counts:
-# there an H200 takes as long for cuBLAS's kernels, five or more for the gradients.
-_MOST = {True: (1024, 2**25), False: (2048, 2**26)}  # by whether a graph captures the launches
+# Up to which one launch takes an H200 about as long as cuBLAS's kernels, five or more for the gradients.
+MOST_ROWS, MOST_ADDED = 1024, 2**26
 _PRODUCTS = "x", "weight_ih", "weight_hh", "bias_ih", "bias_hh"  # whose gradients are products, or sums
 _BITS = dict(zip(DIFFERENTIABLE, NEEDED_BITS, strict=True))
 
 
-def is_small(rows: int, width: int, channels: int, training: bool, captured: bool) -> bool:
-    """Whether products of so many rows with matrices of (width, channels) are computed here."""
-    if captured and not training:  # a single product
-        return False
-    most_rows, most_added = _MOST[captured]
-    return rows <= most_rows and rows * width * channels <= (most_added if training else most_added // 4)
+def is_small(rows: int, width: int, channels: int, training: bool) -> bool:
+    """Whether products of so many rows with matrices of (width, channels) are computed here.
+
+    In CUDA graphs, too, where the host's time does not count: results are the same bits there.
+    """
+    return rows <= MOST_ROWS and rows * width * channels <= (MOST_ADDED if training else MOST_ADDED // 4)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, rounds: bool, out: Tensor | None = None) -> Tensor:
