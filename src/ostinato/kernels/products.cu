@@ -1,8 +1,8 @@
 // Several small products of matrices in one launch: out = a @ b + bias, where a @ b may be the sum of two products,
 // or, without a, the sum of b's rows.
 //
-// A block computes tiles of one of them.  Some warps share a tile, and its summed dimension slab by slab; their parts are
-// added up at the end, always in the same order.  On tensor cores numbers of 16 bits are tf32 exactly.
+// A block computes tiles of one of them.  Some warps share a tile, and its summed dimension slab by slab; their parts
+// are added up at the end, always in the same order.  On tensor cores numbers of 16 bits are tf32 exactly.
 
 constexpr int WARPS = 8, TILE = 32, SLAB = 16;
 constexpr int VECTOR = 4, VECTORS = SLAB / VECTOR;  // numbers that a lane loads together, and how often of a slab
@@ -232,9 +232,26 @@ __device__ inline void add_rows(const Arguments& p, const Product& q, int column
     reinterpret_cast<Scalar*>(p.tensors[q.out])[q.begin + c] = Scalar(sum);
 }
 
+// Writes the sums of the parts of a tile, to which the bias is added, row by row.
+__device__ inline void write(
+    const Arguments& p, const Product& q, int row, int column, const float (*parts)[TILE * TILE], int member
+) {
+    const int lane = threadIdx.x % 32, columns = q.columns, sharing = q.sharing, rows = min(q.rows - row, TILE);
+    if (column + lane >= columns) return;
+    const Scalar* bias = reinterpret_cast<const Scalar*>(p.tensors[max(q.bias, 0)]) + column + lane;
+    const float added = q.bias < 0 ? 0.0f : widen(*bias);
+    Scalar* out = reinterpret_cast<Scalar*>(p.tensors[q.out]) + q.begin + (long long)row * columns + column + lane;
+#pragma unroll 2
+    for (int r = member; r < rows; r += sharing) {
+        float sum = 0;
+        for (int part = 0; part < sharing; ++part) sum += parts[part][r * TILE + lane];
+        out[(long long)r * columns] = Scalar(sum + added);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) products(const __grid_constant__ Arguments p) {
     __shared__ __align__(16) Slab slabs[WARPS][2];
-    static_assert(sizeof(slabs[0]) >= TILE * TILE * sizeof(float), "a warp's part of a tile fits where its slabs were");
+    static_assert(sizeof(slabs[0]) == TILE * TILE * sizeof(float), "a warp's part of a tile lies where its slabs were");
     const int warp = threadIdx.x / 32;
     int block = blockIdx.x, which = 0;
     while (block >= p.products[which].blocks) block -= p.products[which++].blocks;
@@ -268,13 +285,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) products(const __gri
     __syncwarp();
     sums.store(reinterpret_cast<float*>(slabs[warp]));
     __syncthreads();
-    Scalar* out = reinterpret_cast<Scalar*>(p.tensors[q.out]) + q.begin;
-    for (int i = member * 32 + threadIdx.x % 32; i < TILE * TILE; i += q.sharing * 32) {
-        const int r = row + i / TILE, c = column + i % TILE;
-        if (r >= q.rows || c >= q.columns) continue;
-        float total = 0;
-        for (int w = 0; w < q.sharing; ++w) total += reinterpret_cast<const float*>(slabs[group * q.sharing + w])[i];
-        if (q.bias >= 0) total += widen(reinterpret_cast<const Scalar*>(p.tensors[q.bias])[c]);
-        out[(long long)r * q.columns + c] = Scalar(total);
-    }
+    write(p, q, row, column, reinterpret_cast<const float (*)[TILE * TILE]>(slabs[group * q.sharing]), member);
 }

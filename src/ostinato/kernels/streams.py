@@ -3,15 +3,23 @@
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class _Beside(NamedTuple):
+    """Of kernels that are launched beside others: where, and where those are."""
+
+    side: torch.cuda.Stream
+    current: torch.cuda.Stream
+    event: torch.cuda.Event
+    used: list[Any]  # their memory, else the others could be given it while they run
+
+
 class _Thread(threading.local):
-    side: torch.cuda.Stream | None = None  # on which kernels are launched now
-    used: list[Any] | None = None  # the memory of those that were
+    now: _Beside | None = None
 
 
 _thread = _Thread()
@@ -25,18 +33,18 @@ def beside(function: Callable[..., Any], first: tuple, second: tuple) -> tuple[A
     device = next(x.device for x in first if isinstance(x, Tensor))
     if device.type != "cuda":
         return function(*first), function(*second)
-    side = _side_stream(device)
-    used: list[Any] = []
-    _thread.side, _thread.used = side, used
+    current = torch.cuda.current_stream(device)
+    (side,), (begin, end) = _streams_beside(device, current.cuda_stream, 2)
+    _thread.now = now = _Beside(side, current, begin, [])
     try:
         try:
             results = function(*second)
         finally:
-            _thread.side = _thread.used = None
+            _thread.now = None
         return function(*first), results
     finally:
-        if used:
-            torch.cuda.current_stream(device).wait_stream(side)
+        if now.used:
+            _pass_on(side, [current], end)
 
 
 def launch_stream(device: int, memory: Any) -> int:
@@ -44,12 +52,12 @@ def launch_stream(device: int, memory: Any) -> int:
 
     They run after what has been launched on the current stream so far.
     """
-    side, used = _thread.side, _thread.used
-    if side is None or used is None:
+    now = _thread.now
+    if now is None:
         return torch._C._cuda_getCurrentRawStream(device)
-    used.append(memory)  # else the first function could be given it while they run
-    side.wait_stream(torch.cuda.current_stream(device))
-    return side.cuda_stream
+    now.used.append(memory)
+    _pass_on(now.current, [now.side], now.event)
+    return now.side.cuda_stream
 
 
 def in_waves(device: torch.device, chains: int, links: int, run: Callable[[int, int], Sequence[Tensor | None]]) -> None:
@@ -101,7 +109,3 @@ def _streams_beside(
     """Those of all chains but the first, and an event of each, for one current stream alone: it may be captured."""
     return [torch.cuda.Stream(device) for _ in range(chains - 1)], [torch.cuda.Event() for _ in range(chains)]
 
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
