@@ -1,10 +1,10 @@
 // Several small products of matrices in one launch: out = a @ b + bias, where a @ b may be the sum of two products,
 // or, without a, the sum of b's rows.
 //
-// A block computes tiles of one of them.  Some warps share a tile, and its summed dimension slab by slab; their parts
-// are added up at the end, always in the same order.  On tensor cores numbers of 16 bits are tf32 exactly.
+// A block computes a tile of one of them.  Its warps share the summed dimension, each every WARPS-th slab of it, and
+// their parts are added up at the end, always in the same order.  On tensor cores numbers of 16 bits are tf32 exactly.
 
-constexpr int WARPS = 8, TILE = 32, SLAB = 16;
+constexpr int WARPS = 8, TILE = 32, SLAB = 16, STRIDE = WARPS * SLAB;  // between slabs of a warp
 constexpr int VECTOR = 4, VECTORS = SLAB / VECTOR;  // numbers that a lane loads together, and how often of a slab
 constexpr int TENSORS = 12, PRODUCTS = 8;
 
@@ -19,8 +19,8 @@ struct Factor {
 struct Product {
     Factor a[2], b[2];
     long long begin;  // the element of out where it begins
-    int summed[2], out, bias, rows, columns, blocks;
-    int sharing;  // warps of a tile
+    int summed[2], out, bias, rows, columns, tiles;
+    int padding;
 };
 
 struct Arguments {
@@ -43,7 +43,6 @@ class Slabs {
     long long step, skip;     // elements to its other vectors, and to its first one of the slab after
     int size, row;            // how many rows, or columns, there are, and which is its first vector's
     int summed, place;        // the same of the summed dimension
-    int stride;               // places to the slab after
     bool along;               // whether neighbours in memory are so along the summed dimension
     bool aligned, within;     // whether vectors are, and whether all rows of the slab exist
     // As they are in memory: conversions would wait for it.
@@ -53,14 +52,14 @@ class Slabs {
     __device__ int place_of(int i) const { return place + (along ? 0 : i * VECTORS); }
 
   public:
-    // From a row, or column, on, of `size`; of every `stride` places from place `k` on, of `summed`.
-    __device__ Slabs(const Arguments& p, const Factor& factor, int begin, int size, int k, int stride, int summed)
-        : size(size), stride(stride), summed(summed), along(factor.along == 1) {
+    // From a row, or column, on, of `size`; from place `k` on, of `summed`.
+    __device__ Slabs(const Arguments& p, const Factor& factor, int begin, int size, int k, int summed)
+        : size(size), summed(summed), along(factor.along == 1) {
         const int lane = threadIdx.x % 32;
         row = begin + (along ? lane / VECTORS : lane % (TILE / VECTOR) * VECTOR);
         place = k + (along ? lane % VECTORS * VECTOR : lane / (TILE / VECTOR));
         step = along ? (32 / VECTORS) * (long long)factor.across : VECTORS * (long long)factor.along;
-        skip = stride * (long long)factor.along;
+        skip = STRIDE * (long long)factor.along;
         from = reinterpret_cast<const Scalar*>(p.tensors[factor.tensor]) + factor.begin;
         const int pitch = along ? factor.across : factor.along, extent = along ? summed : size;
         aligned = ((pitch | extent) % VECTOR | (long long)from % (VECTOR * sizeof(Scalar))) == 0;
@@ -76,7 +75,7 @@ class Slabs {
             else load_numbers(i);
         }
         from += skip;
-        place += stride;
+        place += STRIDE;
     }
 
     __device__ void store(Slab& slab) const {
@@ -232,19 +231,19 @@ __device__ inline void add_rows(const Arguments& p, const Product& q, int column
     reinterpret_cast<Scalar*>(p.tensors[q.out])[q.begin + c] = Scalar(sum);
 }
 
-// Writes the sums of the parts of a tile, to which the bias is added, row by row.
+// Writes the sum of all warps' parts of a tile, to which the bias is added.
 __device__ inline void write(
-    const Arguments& p, const Product& q, int row, int column, const float (*parts)[TILE * TILE], int member
+    const Arguments& p, const Product& q, int row, int column, const float (&parts)[WARPS][TILE * TILE]
 ) {
-    const int lane = threadIdx.x % 32, columns = q.columns, sharing = q.sharing, rows = min(q.rows - row, TILE);
+    const int lane = threadIdx.x % 32, columns = q.columns, rows = min(q.rows - row, TILE);
     if (column + lane >= columns) return;
     const Scalar* bias = reinterpret_cast<const Scalar*>(p.tensors[max(q.bias, 0)]) + column + lane;
     const float added = q.bias < 0 ? 0.0f : widen(*bias);
     Scalar* out = reinterpret_cast<Scalar*>(p.tensors[q.out]) + q.begin + (long long)row * columns + column + lane;
-#pragma unroll 2
-    for (int r = member; r < rows; r += sharing) {
+    for (int r = threadIdx.x / 32; r < rows; r += WARPS) {
         float sum = 0;
-        for (int part = 0; part < sharing; ++part) sum += parts[part][r * TILE + lane];
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) sum += parts[warp][r * TILE + lane];
         out[(long long)r * columns] = Scalar(sum + added);
     }
 }
@@ -253,22 +252,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) products(const __gri
     __shared__ __align__(16) Slab slabs[WARPS][2];
     static_assert(sizeof(slabs[0]) == TILE * TILE * sizeof(float), "a warp's part of a tile lies where its slabs were");
     const int warp = threadIdx.x / 32;
-    int block = blockIdx.x, which = 0;
-    while (block >= p.products[which].blocks) block -= p.products[which++].blocks;
+    int tile = blockIdx.x, which = 0;
+    while (tile >= p.products[which].tiles) tile -= p.products[which++].tiles;
     const Product& q = p.products[which];
-    if (q.a[0].tensor < 0) return add_rows(p, q, block * TILE);
-
-    const int group = warp / q.sharing, member = warp % q.sharing, tile = block * (WARPS / q.sharing) + group;
     const int across = (q.columns + TILE - 1) / TILE;
-    const int row = tile / across * TILE, column = tile % across * TILE;  // beyond the last row, if there is no tile
+    const int row = tile / across * TILE, column = tile % across * TILE;
+    if (q.a[0].tensor < 0) return add_rows(p, q, column);
+
     auto& [a, b] = slabs[warp];
     SumsOf<TENSOR_CORES>::type sums;
     for (int pair = 0; pair < 2; ++pair) {
-        const int begin = member * SLAB, stride = q.sharing * SLAB, summed = q.summed[pair];
-        if (begin >= summed || row >= q.rows) continue;
-        Slabs of_a(p, q.a[pair], row, q.rows, begin, stride, summed);
-        Slabs of_b(p, q.b[pair], column, q.columns, begin, stride, summed);
-        for (int k = begin; k < summed + stride; k += stride) {
+        const int begin = warp * SLAB, summed = q.summed[pair];
+        if (begin >= summed) continue;
+        Slabs of_a(p, q.a[pair], row, q.rows, begin, summed), of_b(p, q.b[pair], column, q.columns, begin, summed);
+        for (int k = begin; k < summed + STRIDE; k += STRIDE) {
             if (k > begin) {
                 __syncwarp();
                 of_a.store(a);
@@ -285,5 +282,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) products(const __gri
     __syncwarp();
     sums.store(reinterpret_cast<float*>(slabs[warp]));
     __syncthreads();
-    write(p, q, row, column, reinterpret_cast<const float (*)[TILE * TILE]>(slabs[group * q.sharing]), member);
+    write(p, q, row, column, reinterpret_cast<const float (&)[WARPS][TILE * TILE]>(slabs));
 }

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 
-WARPS, TILE, SLAB = 8, 32, 16  # warps of a block; rows and columns of a tile; places of the summed dimension in a slab
-SLABS = 4  # of a tile, that are worth another warp
+WARPS, TILE = 8, 32  # of a block: warps, rows and columns that it computes
 _TENSORS, _PRODUCTS = 12, 8  # at most
-_ADDRESSES, _FACTOR, _PRODUCT = struct.Struct(f"{_TENSORS}Q"), struct.Struct("q3i4x"), struct.Struct("q8i")
+_ADDRESSES, _FACTOR, _PRODUCT = struct.Struct(f"{_TENSORS}Q"), struct.Struct("q3i4x"), struct.Struct("q7i4x")
 
 
 class Factor(NamedTuple):
@@ -47,22 +46,13 @@ class Product(NamedTuple):
     bias: int | None = None  # which tensor, of a number for each column
 
     @property
-    def sharing(self) -> int:
-        """Of how many warps each computes a part of a tile."""
-        if self.pairs[0][0] is NOTHING:
-            return WARPS
-        slabs = sum(-(-size // SLAB) for *_, size in self.pairs)
-        return min(WARPS, 1 << max(0, -(-slabs // SLABS) - 1).bit_length())
-
-    @property
-    def blocks(self) -> int:
-        tiles = -(-self.rows // TILE) * -(-self.columns // TILE)
-        return -(-tiles * self.sharing // WARPS)
+    def tiles(self) -> int:
+        return -(-self.rows // TILE) * -(-self.columns // TILE)
 
     def packed(self) -> bytes:
         firsts, seconds, sizes = zip(*self.pairs, *[(NOTHING, NOTHING, 0)] * (2 - len(self.pairs)), strict=True)
         bias = -1 if self.bias is None else self.bias
-        numbers = self.begin, *sizes, self.out, bias, self.rows, self.columns, self.blocks, self.sharing
+        numbers = self.begin, *sizes, self.out, bias, self.rows, self.columns, self.tiles
         return b"".join(factor.packed() for factor in (*firsts, *seconds)) + _PRODUCT.pack(*numbers)
 
 
@@ -75,7 +65,7 @@ class Products:
     def __init__(self, products: Sequence[Product], dtype: torch.dtype, rounds: bool, device: int) -> None:
         packed = b"".join(product.packed() for product in products)
         self._packed = packed.ljust(_PRODUCTS * (4 * _FACTOR.size + _PRODUCT.size), b"\0")
-        self._blocks, self._device = sum(product.blocks for product in products), device
+        self._blocks, self._device = sum(product.tiles for product in products), device
         self._kernel = nvrtc.load_kernel("products", *source(dtype, rounds), device)
 
     def __call__(self, *tensors: Tensor | None) -> None:

@@ -108,4 +108,3 @@ def _streams_beside(
 ) -> tuple[list[torch.cuda.Stream], list[torch.cuda.Event]]:
     """Those of all chains but the first, and an event of each, for one current stream alone: it may be captured."""
     return [torch.cuda.Stream(device) for _ in range(chains - 1)], [torch.cuda.Event() for _ in range(chains)]
-
