@@ -140,7 +140,8 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
             return result
         dtype = autocast_dtype(input.device) or input.dtype
         batch = input.shape[1 - self._time(input)] if input.dim() == 3 else 1
-        least = least_steps(input.device.type, self.mode.lower(), self.hidden_size, batch, dtype)
+        of_layer = self.mode.lower(), self.hidden_size, batch, dtype, self.bidirectional
+        least = least_steps(input.device.type, *of_layer)
         return self._forward_torch(input, hx, self._weights()) if 0 < steps < least and not is_vmapped() else None
 
     def _forward_of_no_steps(self, input: Any, hx: Any) -> tuple[Tensor, Any]:

@@ -357,24 +357,29 @@ def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, cell,
 
 
 @pytest.mark.parametrize(
-    ("cell", "hidden", "dtype", "ours"),
+    ("cell", "hidden", "dtype", "both", "ours"),
     [
-        ("lstm", 168, f16, True),
-        ("gru", 40, f16, True),
-        ("gru", 80, bf16, True),  # under autocast, too
-        ("lstm", 168, f32, False),
-        ("lstm", 160, f16, False),
-        ("gru", 24, f16, False),
-        ("gru", 100, f16, False),
-        ("lstm", 232, f16, False),
-        ("rnn_tanh", 40, f16, False),
+        ("lstm", 168, f16, False, True),
+        ("gru", 40, f16, True, True),
+        ("gru", 80, bf16, False, True),  # under autocast, too
+        ("lstm", 168, f32, False, False),
+        ("lstm", 160, f16, True, False),
+        ("gru", 24, f16, False, False),
+        ("gru", 100, f16, False, False),
+        ("lstm", 232, f16, False, False),
+        ("rnn_tanh", 40, f16, True, False),
+        ("rnn_tanh", 64, f16, False, False),
+        ("rnn_tanh", 64, f16, True, True),
+        ("rnn_relu", 256, f16, True, True),
+        ("rnn_relu", 288, f16, True, False),
     ],
 )
-def test_few_steps_are_torchs_unless_cudnn_errs(planned_for_an_h100, cell, hidden, dtype, ours):
-    call = Call(torch.device("cuda", 0), cell, hidden, 16, dtype, training=True, steps=2, compared=True)
+def test_few_steps_are_torchs_unless_cudnn_errs(planned_for_an_h100, cell, hidden, dtype, both, ours):
+    of_layer = torch.device("cuda", 0), cell, hidden, 16, dtype
+    call = Call(*of_layer, training=True, steps=2, compared=True, at_once=1 + both)
     assert (cuda_plan.make_plan(call, None, None).path == "dense") == ours
-    assert (backends.least_steps("cuda", cell, hidden, 16, dtype) < 2) == ours
-    assert backends.least_steps("cpu", cell, hidden, 16, dtype) == 2
+    assert (backends.least_steps("cuda", cell, hidden, 16, dtype, both) < 2) == ours
+    assert backends.least_steps("cpu", cell, hidden, 16, dtype, both) == 2
     assert cuda_plan.make_plan(call._replace(batch=12), None, None).path == "steps"
 
 

@@ -76,10 +76,10 @@ _dense_at_once = functools.lru_cache(4096)(functools.partial(_at_once, None))
 
 
 @functools.cache
-def least_steps(device_type: str, cell: str, hidden_size: int, batch: int, dtype: torch.dtype) -> int:
-    """Fewer steps, without resets, are always left to torch's kernels."""
+def least_steps(device_type: str, cell: str, hidden_size: int, batch: int, dtype: torch.dtype, both: bool) -> int:
+    """Fewer steps, without resets, are always left to torch's kernels; ``both`` directions, or one."""
     least = getattr(_kernels_on(device_type), "least_steps", None)
-    return 0 if least is None else least(cell, hidden_size, batch, dtype)
+    return 0 if least is None else least(cell, hidden_size, batch, dtype, both)
 
 
 @functools.cache

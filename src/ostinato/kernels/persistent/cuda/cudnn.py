@@ -28,12 +28,14 @@ def rounds(cell: str, hidden_size: int, batch: int, backward: bool) -> bool:
     return batch > 1 and hidden_size > exact
 
 
-def errs(cell: str, hidden_size: int, batch: int, dtype: torch.dtype) -> bool:
+def errs(cell: str, hidden_size: int, batch: int, dtype: torch.dtype, both: bool) -> bool:
     """Whether cuDNN's results are wrong, which those of small layers in float16 are for batches of a multiple of 8.
 
-    PyTorch computes in float16 under any autocast.  Seen with PyTorch 2.11, in GRUs and LSTMs of these sizes alone, but
-    not in GRUs of 48 and 72 units.
+    PyTorch computes in float16 under any autocast.  Seen with PyTorch 2.11: in GRUs and LSTMs of these sizes alone, but
+    not in GRUs of 48 and 72 units; and in the gradients of RNNs of these, if they have `both` directions.
     """
-    small = 32 < hidden_size <= most_units_of_small(cell, backward=False)
-    sizes = small and hidden_size % 8 == batch % 8 == 0 and hidden_size % 32 > 0
-    return GATES[cell] > 1 and dtype.itemsize == 2 and sizes
+    if dtype.itemsize != 2 or batch % 8 or hidden_size % 8:
+        return False
+    if GATES[cell] == 1:
+        return both and hidden_size % 32 == 0 and hidden_size <= most_units_of_small(cell, backward=True)
+    return hidden_size % 32 > 0 and 32 < hidden_size <= most_units_of_small(cell, backward=False)

@@ -28,9 +28,9 @@ class Geometries(NamedTuple):
     backward: Geometry | None  # None without training
 
 
-def least_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtype) -> int:
+def least_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtype, both: bool) -> int:
     """Fewer steps, without resets, are left to torch: its launches for each cost the host no more than ours for all."""
-    return 1 if cudnn.errs(cell, hidden_size, batch, dtype) else 4
+    return 1 if cudnn.errs(cell, hidden_size, batch, dtype, both) else 4
 
 
 def make_plan(
@@ -52,13 +52,14 @@ def make_plan(
     Raises RuntimeError where a later call may succeed, as after a lack of free memory.
     """
     sizes = call.cell, call.hidden_size, call.batch, call.dtype
-    least, resets = least_steps(*sizes), call.resets
+    both = call.at_once == 2  # directions, if not layers
+    least, resets = least_steps(*sizes, both), call.resets
     if call.compared and call.length < least and not resets:
         return no_kernel(f"weights are worth keeping on the chip for {least} steps or more")
     index = torch.cuda.current_device() if call.device.index is None else call.device.index
     plan = plan_sizes(call, mask_hh, block, tf32, distributed)
     keeps = call.training and keeps_gates(call.cell)
-    is_compared = call.compared and call.path is None and not resets and not cudnn.errs(*sizes)
+    is_compared = call.compared and call.path is None and not resets and not cudnn.errs(*sizes, both and call.training)
     if plan.has_kernel and is_compared and (reason := _why_torch(plan, call, mask_hh is not None, tf32)):
         return no_kernel(reason)
     try:  # residency is known only to the device, and sparse sizes only after packing
