@@ -14,8 +14,9 @@ from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, NEEDED_BITS, A
 from ostinato.kernels.persistent.cuda.passes import previous
 from ostinato.kernels.products import NOTHING, Factor, Product, Products
 
-# Up to which one launch takes an H200 about as long as cuBLAS's kernels, five or more for the gradients.
-MOST_ROWS, MOST_ADDED = 1024, 2**26
+# Rows, numbers in a matrix and multiply-adds of a product, up to which one launch takes an H200 about as long as the
+# kernels of cuBLAS, five or more for the gradients.
+MOST_ROWS, MOST_WEIGHTS, MOST_ADDED = 1024, 2**19, 2**26
 _PRODUCTS = "x", "weight_ih", "weight_hh", "bias_ih", "bias_hh"  # whose gradients are products, or sums
 _BITS = dict(zip(DIFFERENTIABLE, NEEDED_BITS, strict=True))
 
@@ -25,7 +26,9 @@ def is_small(rows: int, width: int, channels: int, training: bool) -> bool:
 
     In CUDA graphs, too, where the host's time does not count: results are the same bits there.
     """
-    return rows <= MOST_ROWS and rows * width * channels <= (MOST_ADDED if training else MOST_ADDED // 4)
+    weights = width * channels
+    within = rows <= MOST_ROWS and weights <= MOST_WEIGHTS
+    return within and rows * weights <= (MOST_ADDED if training else MOST_ADDED // 4)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, rounds: bool, out: Tensor | None = None) -> Tensor:
