@@ -133,7 +133,7 @@ def projections(cell, dtype):
 
 def single_steps(cell, dtype):
     trace = recurrence_of(cell, "positive", False)
-    for batch, inputs, hidden in ((1, 33, 5), (3, 6, 33), (8, 64, 130)):
+    for batch, inputs, hidden in ((1, 33, 5), (3, 6, 33), (8, 64, 130), (20, 24, 9)):
         shapes = (batch, inputs), (GATES[cell] * hidden, inputs), (GATES[cell] * hidden,), (batch, hidden)
         x, weight, bias, h = (torch.randn(shape).to(dtype).cuda() for shape in shapes)
         step = recurrence_cuda.Step(trace, batch, inputs, hidden, dtype, 0)

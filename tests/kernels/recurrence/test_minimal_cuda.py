@@ -92,7 +92,7 @@ def test_compiled_captured_exported_and_autocast_agree(cell):
 def test_steps_compile_without_a_gpu(cell):
     pytest.importorskip("cuda.core")
     for architecture, dtype, (batch, inputs) in zip(
-        ARCHITECTURES, nvrtc.SCALARS, ((1, 64), (3, 33), (8, 6)), strict=False
+        ARCHITECTURES, nvrtc.SCALARS, ((1, 64), (3, 33), (20, 6)), strict=False
     ):
         recurrence = recurrence_of(cell, "positive", False)
         code, definitions = (
@@ -108,7 +108,8 @@ def test_steps_compile_without_a_gpu(cell):
 def test_single_steps(cell, dtype):
     torch.manual_seed(0)
     settings = ("positive", True, True), ("linear", False, True), ("tanh", True, False)
-    for batch, inputs, hidden in itertools.product((1, 3, 8, 9), (1, 6, 33, 256), (5, 130)):
+    few = itertools.product((1, 3, 8, 9, 20), (1, 6, 33, 256), (5, 130))
+    for batch, inputs, hidden in (*few, (33, 1024, 1024)):  # of the last, products are cuBLAS's
         candidate, bias, given = settings[(batch + hidden) % 3]
         module = cell(inputs, hidden, bias=bias, candidate=candidate, device="cuda", dtype=dtype)
         x = torch.randn(batch, inputs + 1, dtype=dtype, device="cuda")[:, 1:]

@@ -18,8 +18,9 @@ from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.cuda.launch import Problem, Scan, Strides
 from ostinato.kernels.scan.cuda.scans import Element, along_channels, last_state, prepare_scan
 
-MOST_SEQUENCES, STEP_WARPS = 8, 4  # of the one-kernel step: sequences, whose sums a warp accumulates; warps per block
-MOST_16_BIT_WEIGHTS = 1 << 22  # for more than 4 sequences: beyond, tensor cores are faster
+MOST_AT_ONCE, STEP_WARPS = 8, 4  # of the one-kernel step: sequences, whose sums a warp accumulates; warps of a block
+# Weights, once for each group of sequences, beyond which cuBLAS's products of many are faster; by bytes of one.
+MOST_READ = {2: 1 << 22, 4: 1 << 23, 8: 1 << 23}
 
 
 def scan(recurrence: str, h0: Tensor | None, order: Order, *arguments: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +183,7 @@ def _layer_key(given: LayerArguments) -> tuple:
 
 
 class Step:
-    """One step of a layer, prepared for sizes: one fused kernel for few sequences, else GEMM and scan."""
+    """One step of a layer, prepared for sizes: one fused kernel, or of large layers and many sequences GEMM and scan."""
 
     def __init__(self, recurrence: str, batch: int, inputs: int, hidden: int, dtype: torch.dtype, device: int) -> None:
         self._recurrence, self._sizes, self._dtype, self._device = recurrence, (batch, inputs, hidden), dtype, device
@@ -190,8 +191,9 @@ class Step:
         gates = len(parse(recurrence).sequences)
         self._starts: dict[int, Callable[..., None]] = {}  # by the low bits of the addresses
         self._scan: Scan | None = None
-        large = batch > 4 and dtype.itemsize == 2 and gates * hidden * inputs > MOST_16_BIT_WEIGHTS
-        if batch > MOST_SEQUENCES or large:
+        self._groups = -(-batch // MOST_AT_ONCE)
+        few = 4 if dtype.itemsize == 2 else MOST_AT_ONCE  # sequences, of which products are never faster
+        if batch > few and self._groups * gates * hidden * inputs > MOST_READ[dtype.itemsize]:
             layer = (1, batch, gates * hidden), (0, 0), False, 1, None, None
             self._scan = _prepare_layer(recurrence, False, dtype, device, *layer)
 
@@ -227,8 +229,8 @@ class Step:
         batch, inputs, hidden = self._sizes
         macros = step_macros(self._recurrence, self._dtype, batch, inputs, low)
         kernel = nvrtc.load_kernel("projected_step", step_source(self._recurrence), macros, self._device)
-        rest = struct.pack("=2i", inputs // dict(macros)["VEC"], hidden)
-        blocks, pack = -(-hidden // STEP_WARPS), struct.Struct("=5Q").pack
+        rest = struct.pack("=4i", inputs // dict(macros)["VEC"], hidden, batch, self._groups)
+        blocks, pack = -(-hidden * self._groups // STEP_WARPS), struct.Struct("=5Q").pack
         return kernel.prepared(self._device, blocks, 32 * STEP_WARPS, 0, pack, rest)
 
 
@@ -245,5 +247,5 @@ def step_macros(
     """Its preprocessor definitions; `low` are the low bits of the addresses of inputs and weights."""
     units = 8 // dtype.itemsize | inputs | low // dtype.itemsize
     element = element_of(recurrence, False).name
-    macros = {"ELEMENT": element, "SCALAR": SCALARS[dtype], "VEC": units & -units, "BATCH": batch}
-    return (*macros.items(), ("WARPS", STEP_WARPS))
+    macros = {"ELEMENT": element, "SCALAR": SCALARS[dtype], "VEC": units & -units, "WARPS": STEP_WARPS}
+    return (*macros.items(), ("BATCH", min(batch, MOST_AT_ONCE)))
