@@ -183,7 +183,7 @@ def _layer_key(given: LayerArguments) -> tuple:
 
 
 class Step:
-    """One step of a layer, prepared for sizes: one fused kernel, or of large layers and many sequences GEMM and scan."""
+    """One step of a layer, prepared for sizes: one kernel, or of many sequences of large layers GEMM and scan."""
 
     def __init__(self, recurrence: str, batch: int, inputs: int, hidden: int, dtype: torch.dtype, device: int) -> None:
         self._recurrence, self._sizes, self._dtype, self._device = recurrence, (batch, inputs, hidden), dtype, device
