@@ -10,7 +10,7 @@ from torch._dynamo import compiled_autograd
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import ostinato
-from ostinato.kernels import streams
+from ostinato.kernels import several, streams
 from ostinato.kernels.persistent import backends, cpu, cuda, reference, wavefront
 from ostinato.kernels.persistent.backends import layers_at_once
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
@@ -55,7 +55,8 @@ def at_once(request, monkeypatch, kernels):
 
 
 def together(monkeypatch, count):
-    monkeypatch.setattr(sequences, "layers_at_once", lambda mask, call, layers: min(count, layers))
+    for module in (sequences, wavefront):
+        monkeypatch.setattr(module, "layers_at_once", lambda mask, call, layers: min(count, layers))
     backends._plan_dense.cache_clear()
     monkeypatch.setattr(sequences, "_CALLS", type(sequences._CALLS)())
 
@@ -209,6 +210,57 @@ def test_compiled_autograd_takes_several_layers_in_one_graph(options, at_once, f
     with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
         loss.backward()
     torch.testing.assert_close([w.grad for w in wanted], list(expected), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("at_once", [("the CPU's", 2)], indirect=True)
+@pytest.mark.parametrize(
+    ("cell", "options"),
+    [
+        *(("GRU", {}), ("LSTM", {"num_layers": 5, "bias": False}), ("RNN", {"dropout": 1.0})),
+        ("LSTM", {"bidirectional": True, "batch_first": True}),
+    ],
+)
+def test_compiled_stacks_are_one_operator(cell, options, at_once, monkeypatch, fresh_compiler):
+    """Which decides when it runs how many layers run at once."""
+    monkeypatch.setattr(sequences, "IN_WAVES", ("cpu",))
+    layer, operators = stack(cell, **options), []
+
+    def backend(graph, given):
+        operators.append([str(node.target) for node in graph.graph.nodes if "ostinato" in str(node.target)])
+        return torch._dynamo.lookup_backend("aot_eager")(graph, given)
+
+    compiled, other = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend), twin(layer)
+    for batch, length in ((4, LENGTH), (3, 24)):
+        x, hx = inputs(layer, batch, length)
+        with torch._dynamo.config.patch(allow_rnn=True):
+            if not layer.dropout:
+                with torch.no_grad():
+                    assert_same(compiled(x, hx), other(x, hx), 1e-12)
+            for ours, expected in zip(gradients(compiled, x, hx), gradients(other, x, hx), strict=True):
+                torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
+    bidirectional = options.get("bidirectional", False)
+    name, count = ("recurrent_layers", 3) if bidirectional else ("stacked_layers", 1)
+    assert all(found == [f"ostinato.{name}.default"] * count for found in operators)
+
+
+@pytest.mark.parametrize("at_once", [("the CPU's", 2)], indirect=True)
+def test_operators_of_several_layers_are_well_formed(at_once):
+    torch.manual_seed(0)
+    shapes = (4 * LENGTH, 6), (24, 6), (24, 6)
+    x, *weights = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    rest = None, None, None, None, None, 4, "lstm", False, True, None, 3
+    calls = [(first, None, None, *weights, *rest) for first in (x, None, None)]
+    torch.library.opcheck(torch.ops.ostinato.stacked_layers, several._flattened(calls))
+    both = [(x, None, None, *weights, *rest[:-4], reverse, True, None, 2) for reverse in (False, True)]
+    torch.library.opcheck(torch.ops.ostinato.recurrent_layers, several._flattened(both))
+
+
+def test_compiled_samples_of_both_directions(fresh_compiler):
+    layer = stack("GRU", num_layers=1, bidirectional=True)
+    x = torch.randn(3, 7, 2, 5, dtype=torch.float64)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        every = torch.compile(torch.vmap(lambda one: layer(one)[0]), fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(every, torch.stack([layer(one)[0] for one in x]))
 
 
 def test_pruned_layers(at_once):

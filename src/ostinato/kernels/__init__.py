@@ -1,7 +1,7 @@
 """The kernels by family, `scan`, `recurrence` and `persistent`, and what every family uses:
 
 ==================  ==================================================================
-``dispatch.py``     differentiable operators
+``dispatch.py``     differentiable operators; in ``several.py``, several calls of one at the same time
 ``vmap.py``         how ``torch.vmap`` batches their calls
 ``eager.py``        which calls may bypass their registration, and functions prepared for them
 ``derived.py``      what is computed from a tensor, until it changes

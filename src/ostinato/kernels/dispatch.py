@@ -98,7 +98,7 @@ def _eager(name: str, setup_context: Callable, backward: Callable) -> Callable:
     def backward_of_all(ctx: Any, *grads: Any) -> tuple:
         return (*backward(ctx, *grads), None)
 
-    return _apply_of(_autograd_function(name, forward=run_and_keep, backward=backward_of_all))
+    return apply_of(autograd_function(name, forward=run_and_keep, backward=backward_of_all))
 
 
 def _transformed(
@@ -127,7 +127,7 @@ def _transformed(
                 return _tangents_of(composite, args, tangents)
         raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
 
-    return _autograd_function(
+    return autograd_function(
         name,
         forward=lambda *args: _tuple(call(*args)),
         setup_context=keep_for_both_modes,
@@ -135,79 +135,6 @@ def _transformed(
         jvp=push_forward,
         vmap=vmap_rule(name, call, groups),
     )
-
-
-class _Part:
-    """What one of several calls keeps of the context that they share."""
-
-    settings: Any = None  # whatever ``setup_context`` sets beside the tensors
-    saved_tensors: Sequence[Tensor | None]
-    needs_input_grad: Sequence[bool]
-
-    def with_saved(self, tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> "_Part":
-        """A copy, which compilers can follow, with these tensors and what needs a gradient, as a backward takes it."""
-        part = _Part()
-        part.settings, part.saved_tensors, part.needs_input_grad = self.settings, tensors, needed
-        return part
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def set_materialize_grads(self, _: bool) -> None:
-        """Do nothing: gradients of several calls are never materialised."""
-
-
-def of_several(
-    name: str, separately: Callable, prepare: Callable, setup_context: Callable, backward: Callable
-) -> Callable:
-    """A function of several calls' arguments that returns what an operator returns for each.
-
-    In eager mode all are one node of autograd.  ``prepare(*calls)`` returns the function that computes all results of
-    calls like these, ``setup_context`` saves what each needs, and ``backward(function, parts, grads)`` returns the
-    gradients of each, given those of its results.  Otherwise ``separately(*calls)`` computes all results.
-    The function's ``prepared(*calls)`` is as that of :func:`operator`.
-    """
-
-    def run_and_keep(ctx: Any, count: int, *args: Any) -> tuple[Tensor, ...]:
-        calls, ctx.run = _split(args[:-1], count), args[-1]
-        results, ctx.parts = ctx.run(*calls), [_Part() for _ in calls]
-        for part, call, result in zip(ctx.parts, calls, results, strict=True):
-            setup_context(part, call, result)
-        ctx.save_for_backward(*(x for part in ctx.parts for x in part.saved_tensors))
-        ctx.parts = [part.with_saved((), ()) for part in ctx.parts]  # tensors are the context's to keep
-        ctx.set_materialize_grads(False)
-        return tuple(x for result in results for x in result)
-
-    def backward_of_all(ctx: Any, *grads: Tensor | None) -> tuple:
-        count = len(ctx.parts)
-        each = zip(ctx.parts, *(_split(x, count) for x in (ctx.saved_tensors, ctx.needs_input_grad[1:-1])), strict=True)
-        parts = [part.with_saved(saved, needed) for part, saved, needed in each]
-        found = backward(ctx.run, parts, _split(grads, count))
-        return None, *(grad for of_one in found for grad in of_one), None
-
-    apply = _apply_of(_autograd_function(name, forward=run_and_keep, backward=backward_of_all))
-
-    def prepared(*calls: tuple) -> Callable:
-        run: Callable = prepare(*calls)
-        if not is_differentiated(_joined(calls)):
-            return run
-        return lambda *calls: _split(apply(len(calls), *_joined(calls), run), len(calls))
-
-    def several(*calls: tuple) -> Any:
-        return prepared(*calls)(*calls) if is_eager(_joined(calls)) else separately(*calls)
-
-    several.prepared = prepared  # type: ignore[attr-defined]
-    return several
-
-
-def _joined(calls: Sequence[tuple]) -> list[Any]:
-    return [x for call in calls for x in call]
-
-
-def _split(x: Sequence[Any], count: int) -> list[Sequence[Any]]:
-    """The parts of a sequence, which are as many and equally long."""
-    size = len(x) // count
-    return [x[first : first + size] for first in range(0, len(x), size)]
 
 
 def gradient(
@@ -335,11 +262,11 @@ def _with_tensors(args: tuple, tensors: Iterator[Tensor]) -> tuple:
     return tuple(next(tensors) if x is _TENSOR else x for x in args)
 
 
-def _autograd_function(name: str, **members: Callable) -> Any:
+def autograd_function(name: str, **members: Callable) -> Any:
     return type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in members.items()})
 
 
-def _apply_of(function: Any) -> Callable:
+def apply_of(function: Any) -> Callable:
     """``function.apply`` without its check for transforms, for calls where there are none."""
     return super(torch.autograd.Function, function).apply
 

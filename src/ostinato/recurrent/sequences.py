@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.eager import Prepared
-from ostinato.kernels.persistent.backends import is_captured, layers_at_once, plan_layer
+from ostinato.kernels.persistent.backends import IN_WAVES, is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.directions import recurrent_layers
 from ostinato.kernels.persistent.modes import can_take, count_operations, is_vmapped
 from ostinato.kernels.persistent.operators import recurrent_layer
@@ -129,7 +129,10 @@ class SequenceLayers(MaskedLayers):
         tensors = [*weights, x, *states]
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         at_once, is_torchs = 2 if self.bidirectional else 1, False
-        if not torch.compiler.is_compiling() and batch * steps > 0:  # compiled calls are planned at run time
+        if torch.compiler.is_compiling():  # planned at run time, also how many layers of a stack run at once
+            if not (self.bidirectional or packed) and device.type in IN_WAVES:
+                at_once = self.num_layers
+        elif batch * steps > 0:
             ragged = has_several_lengths(input, batch, steps)
             try:
                 plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None, ragged)

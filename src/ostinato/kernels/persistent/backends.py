@@ -14,6 +14,8 @@ from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 from ostinato.kernels.precision import layers_round
 
+IN_WAVES = ("cuda",)  # devices on which stacked layers can run at the same time
+
 
 def kernels_on(device: torch.device) -> Any:
     """The module with a device's kernels, imported lazily; the reference on other devices."""
@@ -55,7 +57,7 @@ _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
 
 def layers_at_once(mask_hh: Tensor | None, call: Call, layers: int) -> int:
     """How many of so many stacked layers run at the same time, cached as :func:`plan_layer`; ``call`` is one's."""
-    if layers == 1 or call.device.type != "cuda" or not nvrtc.can_launch():
+    if layers == 1 or call.device.type not in IN_WAVES or not nvrtc.can_launch():
         return 1
     key = call, layers_round(call.device, call.dtype), layers
     return _dense_at_once(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _at_once(mask_hh, *key))

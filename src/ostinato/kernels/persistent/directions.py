@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels.dispatch import of_several
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.persistent.operators import (
@@ -15,10 +14,13 @@ from ostinato.kernels.persistent.operators import (
     back_through_time,
     backward_arguments,
     context,
+    empty_results,
     executor_of,
     grad,
+    inputs,
     recurrent_layer,
 )
+from ostinato.kernels.several import of_several, one_operator
 from ostinato.kernels.streams import beside
 
 
@@ -49,5 +51,10 @@ def _separately(*calls: tuple) -> list[tuple]:
     return [recurrent_layer(*call) for call in calls]
 
 
-recurrent_layers = of_several("recurrent_layers", _separately, _both, context, _backward)
+def _empty(*calls: tuple) -> list[tuple]:
+    return [empty_results(*call) for call in calls]
+
+
+_compiled = one_operator("recurrent_layers", _both, context, _backward, inputs, _empty)
+recurrent_layers = of_several("recurrent_layers", _separately, _both, context, _backward, _compiled)
 """Both directions' ``recurrent_layer``, given the arguments of each."""

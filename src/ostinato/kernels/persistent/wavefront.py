@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels.dispatch import of_several, or_empty
+from ostinato.kernels.dispatch import or_empty
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import gradient_of_input
 from ostinato.kernels.persistent.arguments import INPUTS, TENSORS, Arguments, Layer, Saved
-from ostinato.kernels.persistent.backends import is_captured
+from ostinato.kernels.persistent.backends import is_captured, layers_at_once
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.persistent.operators import (
     NOTHING,
@@ -28,11 +28,13 @@ from ostinato.kernels.persistent.operators import (
     executor_of,
     grad,
     gradients,
+    inputs,
     of_input,
     recurrent_layer,
     saved_by,
 )
 from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.several import of_several, one_operator
 from ostinato.kernels.streams import in_waves
 
 UNIT = 8  # steps, at multiples of which portions begin, so that their rows are aligned in 16 bits, too
@@ -177,26 +179,83 @@ def _wavefront(*calls: tuple) -> _Wavefront:
 def _backward(wavefront: _Wavefront, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
     calls = [*map(backward_arguments, parts, grads)]
     if torch.is_grad_enabled() or not is_eager([x for call in calls for x in call]):
-        return _separate_backward(parts, grads)
+        return _in_turn(len(parts), 1).backward(parts, grads)
     return wavefront.backward(calls)
 
 
-def _separate_backward(parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
-    """As :meth:`_Wavefront.backward`, layer after layer, and differentiable."""
-    passed = _passed(grads, [any(part.needs_input_grad) for part in parts])
-    results: list[tuple] = [(None,) * INPUTS] * len(parts)
-    from_above = None
-    for i in reversed(passed):
-        part = parts[i]
-        factor, *others = part.saved_tensors
-        if i:
-            below = parts[i - 1].saved_tensors[TENSORS]
-            part = part.with_saved((_times(below, factor), *others), (i > passed[0], *part.needs_input_grad[1:]))
-        of_output, *of_states = grads[i]
-        of_x, *of_others = grad(part, _sum(of_output, from_above), *of_states, None, None)
-        from_above = None if of_x is None else _times(of_x, factor if i else None)
-        results[i] = None if i else of_x, *of_others
-    return results
+class _InTurn(NamedTuple):
+    """Groups of stacked layers, one after the other; the layers of each run at the same time."""
+
+    groups: tuple[range, ...]
+
+    def __call__(self, *calls: tuple) -> list[tuple]:
+        results: list[tuple] = []
+        for group in self.groups:
+            first, *others = ((*calls[i][:-1], len(group)) for i in group)
+            if results:
+                first = _times(results[-1][0], first[0]), *first[1:]
+            own = first, *others
+            results += _wavefront(*own)(*own) if others else [executor_of(*first)(*first)]
+        return results if Arguments(*calls[0]).training else _without_outputs(results)
+
+    def backward(self, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
+        """The gradients of all inputs, given those of the results of each layer; of groups of one, differentiable."""
+        passed = _passed(grads, [any(part.needs_input_grad) for part in parts])
+        results: list[tuple] = [(None,) * INPUTS] * len(parts)
+        from_above = None
+        for group in reversed(self.groups):
+            first, last = group.start, group.stop - 1
+            if last < passed.start or first >= passed.stop:
+                continue
+            own, given = [_of_group(parts[i], len(group)) for i in group], [grads[i] for i in group]
+            factor, *others = own[0].saved_tensors
+            if first:
+                below = parts[first - 1].saved_tensors[TENSORS]
+                needed = first > passed.start, *own[0].needs_input_grad[1:]
+                own[0] = own[0].with_saved((_times(below, factor), *others), needed)
+            of_output, *of_states = given[-1]
+            given[-1] = _sum(of_output, from_above), *of_states
+            if len(group) > 1:
+                found = _wavefront(*map(inputs, own)).backward([*map(backward_arguments, own, given)])
+            else:
+                found = [grad(own[0], *given[0])]
+            of_x, *of_others = found[0]
+            from_above = None if of_x is None else _times(of_x, factor if first else None)
+            results[first : last + 1] = (None if first else of_x, *of_others), *found[1:]
+        return results
+
+
+def _in_turn(layers: int, at_once: int) -> _InTurn:
+    return _InTurn(tuple(range(i, min(i + at_once, layers)) for i in range(0, layers, at_once)))
+
+
+def _of_group(part: Any, size: int) -> Any:
+    """What a layer has kept, with so many in its group."""
+    own = part.with_saved(part.saved_tensors, part.needs_input_grad)
+    own.settings = *own.settings[:-1], size
+    return own
+
+
+def _without_outputs(results: list[tuple]) -> list[tuple]:
+    """Without those of the lower layers, which without gradients nothing needs."""
+    return [*((result[1].new_empty(0), *result[1:]) for result in results[:-1]), results[-1]]
+
+
+def _planned(*calls: tuple) -> _InTurn:
+    """As many layers at once as are faster, for calls that are not planned: the compiled ones."""
+    first = Arguments(*calls[0])
+    captured = first.mask_hh is None and is_captured(first.x.device)  # in a capture masks cannot be packed
+    call = call_of(first)._replace(at_once=1, captured=captured)
+    return _in_turn(len(calls), 1 if call.packed else layers_at_once(first.mask_hh, call, len(calls)))
+
+
+def _backward_in_turn(groups: _InTurn, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
+    return groups.backward(parts, grads)
+
+
+def _empty(*calls: tuple) -> list[tuple]:
+    results = [empty_results(*layer) for layer in _layers(calls)]
+    return results if Arguments(*calls[0]).training else _without_outputs(results)
 
 
 def _separately(*calls: tuple) -> list[tuple]:
@@ -206,7 +265,8 @@ def _separately(*calls: tuple) -> list[tuple]:
     return results
 
 
-stacked_layers = of_several("stacked_layers", _separately, _wavefront, context, _backward)
+_compiled = one_operator("stacked_layers", _planned, context, _backward_in_turn, inputs, _empty)
+stacked_layers = of_several("stacked_layers", _separately, _wavefront, context, _backward, _compiled)
 """The ``recurrent_layer`` of each of stacked layers, given its arguments.
 
 The first's x is the input.  That of another is what the output below is multiplied with, such as by dropout, or None.

@@ -1,0 +1,227 @@
+"""Several calls of an operator, such as of both directions of a layer, that run as one: eager ones and compiled."""
+
+import ast
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.dispatch import apply_of, autograd_function, or_empty
+from ostinato.kernels.eager import is_differentiated, is_eager
+from ostinato.kernels.vmap import vmap_rule
+
+
+class Part:
+    """What one of several calls keeps of the context that they share."""
+
+    settings: Any = None  # whatever ``setup_context`` sets beside the tensors
+    saved_tensors: Sequence[Tensor | None]
+    needs_input_grad: Sequence[bool]
+
+    def with_saved(self, tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> "Part":
+        """A copy, which compilers can follow, with these tensors and what needs a gradient, as a backward takes it."""
+        part = Part()
+        part.settings, part.saved_tensors, part.needs_input_grad = self.settings, tensors, needed
+        return part
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, _: bool) -> None:
+        """Do nothing: gradients of several calls are never materialised."""
+
+
+def of_several(
+    name: str,
+    separately: Callable,
+    prepare: Callable,
+    setup_context: Callable,
+    backward: Callable,
+    compiled: Callable,
+) -> Callable:
+    """A function of several calls' arguments that returns what an operator returns for each.
+
+    In eager mode all are one node of autograd.  ``prepare(*calls)`` returns the function that computes all results of
+    calls like these, ``setup_context`` saves what each needs, and ``backward(function, parts, grads)`` returns the
+    gradients of each, given those of its results.  In compiled graphs ``compiled(*calls)`` computes all results, such
+    as :func:`one_operator`, elsewhere ``separately(*calls)``.
+    The function's ``prepared(*calls)`` is as that of :func:`~ostinato.kernels.dispatch.operator`.
+    """
+    apply = _eager(name, setup_context, backward)
+
+    def prepared(*calls: tuple) -> Callable:
+        run: Callable = prepare(*calls)
+        if not is_differentiated(_joined(calls)):
+            return run
+        return lambda *calls: _split(apply(len(calls), *_joined(calls), run), len(calls))
+
+    def several(*calls: tuple) -> Any:
+        if is_eager(_joined(calls)):
+            return prepared(*calls)(*calls)
+        runs_as_one = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+        return compiled(*calls) if runs_as_one else separately(*calls)
+
+    several.prepared = prepared  # type: ignore[attr-defined]
+    return several
+
+
+def _eager(name: str, setup_context: Callable, backward: Callable) -> Callable:
+    """A node of autograd around the function that is its last argument, for this number of calls, its first."""
+
+    def run_and_keep(ctx: Any, count: int, *args: Any) -> tuple[Tensor, ...]:
+        calls, ctx.run = _split(args[:-1], count), args[-1]
+        results = ctx.run(*calls)
+        ctx.parts = _kept(ctx, setup_context, calls, results)
+        return tuple(x for result in results for x in result)
+
+    def backward_of_all(ctx: Any, *grads: Tensor | None) -> tuple:
+        count = len(ctx.parts)
+        each = zip(ctx.parts, *(_split(x, count) for x in (ctx.saved_tensors, ctx.needs_input_grad[1:-1])), strict=True)
+        parts = [part.with_saved(saved, needed) for part, saved, needed in each]
+        found = backward(ctx.run, parts, _split(grads, count))
+        return None, *(grad for of_one in found for grad in of_one), None
+
+    return apply_of(autograd_function(name, forward=run_and_keep, backward=backward_of_all))
+
+
+def one_operator(
+    name: str, prepare: Callable, setup_context: Callable, backward: Callable, arguments_of: Callable, fake: Callable
+) -> Callable:
+    """The function as an operator in ``torch.library``, ``ostinato::name``, with another for its gradients.
+
+    The arguments are as those of :func:`of_several`; ``arguments_of(part)`` are a call's, of what it has saved, and
+    ``fake(*calls)`` tensors like all results.  What the calls hold beside tensors and numbers, which may be symbols to
+    a compiler, is in a text.
+    """
+
+    def run(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+        calls = _unflattened(form, numbers, tensors)
+        if not len(tensors[0]):  # without rows, results have no elements
+            return run_fake(form, numbers, tensors)
+        with torch.no_grad():
+            results = prepare(*calls)(*calls)
+        return [or_empty(x, tensors[0]) for result in results for x in result]
+
+    def run_fake(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [x for result in fake(*_unflattened(form, numbers, tensors)) for x in result]
+
+    def run_backward(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+        if not len(tensors[0]):
+            return [x.zero_() for x in fake_backward(form, numbers, tensors)]
+        each = [*_parts(form, numbers, tensors)]
+        parts, calls = [part for part, _ in each], [arguments_of(part) for part, _ in each]
+        with torch.no_grad():
+            found = backward(prepare(*calls), parts, [grads for _, grads in each])
+            return [
+                torch.zeros_like(x) if grad is None else grad
+                for call, part, of_call in zip(calls, parts, found, strict=True)
+                for x, grad, needed in zip(call, of_call, part.needs_input_grad, strict=True)
+                if needed
+            ]
+
+    def fake_backward(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+        parts = [part for part, _ in _parts(form, numbers, tensors)]
+        each = zip(map(arguments_of, parts), parts, strict=True)
+        return [
+            torch.empty_like(x)
+            for call, part in each
+            for x, needed in zip(call, part.needs_input_grad, strict=True)
+            if needed
+        ]
+
+    gradient = torch.library.custom_op(f"ostinato::{name}_backward", run_backward, mutates_args=())
+    gradient.register_fake(fake_backward)
+
+    def keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+        calls = _unflattened(*inputs)
+        ctx.calls = [[isinstance(x, Tensor) for x in call] for call in calls]
+        ctx.parts = _kept(ctx, setup_context, calls, _split(output, len(calls)))
+
+    def pull_back(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
+        flags = iter(ctx.needs_input_grad[2])
+        needed = [[is_tensor and next(flags) for is_tensor in call] for call in ctx.calls]
+        saved, of_results = (_split(x, len(needed)) for x in (ctx.saved_tensors, grads))
+        fields = zip(saved, (part.settings for part in ctx.parts), of_results, needed, strict=True)
+        found = iter(gradient(*_flattened([*itertools.chain(*fields)])))
+        each = zip(itertools.chain(*ctx.calls), itertools.chain(*needed), strict=True)
+        return None, None, [next(found) if need else None for is_tensor, need in each if is_tensor]
+
+    operator = torch.library.custom_op(f"ostinato::{name}", run, mutates_args=())
+    operator.register_fake(run_fake)
+    operator.register_autograd(pull_back, setup_context=keep)
+    for one in (operator, gradient):
+        one.register_vmap(functools.partial(_of_samples, name, one))
+    return lambda *calls: _split(operator(*_flattened(calls)), len(calls))
+
+
+def _of_samples(
+    name: str, operator: Callable, info: Any, in_dims: tuple, form: str, numbers: list[int], tensors: list[Tensor]
+) -> tuple[list[Tensor], list[int]]:
+    """What ``torch.vmap`` runs: a call for each sample."""
+    rule = vmap_rule(name, lambda *own: tuple(operator(form, numbers, list(own))), None)
+    results, dims = rule(info, tuple(in_dims[2]), *tensors)
+    return list(results), list(dims)
+
+
+def _kept(ctx: Any, setup_context: Callable, calls: Sequence[Sequence], results: Sequence[Sequence]) -> list[Part]:
+    """What each call keeps, whose tensors are the context's to keep."""
+    parts = [Part() for _ in calls]
+    for part, call, result in zip(parts, calls, results, strict=True):
+        setup_context(part, call, result)
+    ctx.save_for_backward(*(x for part in parts for x in part.saved_tensors))
+    ctx.set_materialize_grads(False)
+    return [part.with_saved((), ()) for part in parts]
+
+
+def _parts(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[tuple[Part, tuple]]:
+    """What each call has kept, and the gradients of its results, of the fields that ``pull_back`` gives of it."""
+    fields = _unflattened(form, numbers, tensors)
+    for saved, settings, grads, needed in zip(*(fields[i::4] for i in range(4)), strict=True):
+        part = Part()
+        part.settings = settings
+        yield part.with_saved(saved, needed), grads
+
+
+_TENSOR, _NUMBER = "tensor", "number"
+
+
+def _flattened(calls: Sequence[Sequence[Any]]) -> tuple[str, list[int], list[Tensor]]:
+    """A text with the calls' constants, their numbers and their tensors, in which a compiler can follow."""
+    form, numbers, tensors = "", [], []
+    for call in calls:
+        for x in call:
+            if isinstance(x, Tensor):
+                tensors.append(x)
+                form += _TENSOR
+            elif x is None or isinstance(x, (bool, str)):
+                form += f"{x!r}"
+            else:
+                numbers.append(x)
+                form += _NUMBER
+            form += ","
+        form += ";"
+    return form, numbers, tensors
+
+
+def _unflattened(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[tuple]:
+    """The calls of these texts, numbers and tensors."""
+    kinds: dict[str, Iterator[Any]] = {_TENSOR: iter(tensors), _NUMBER: iter(numbers)}
+    return [tuple(next(kinds[x]) if x in kinds else ast.literal_eval(x) for x in call) for call in _words(form)]
+
+
+@functools.lru_cache(1024)
+def _words(form: str) -> list[list[str]]:
+    return [call.split(",")[:-1] for call in form.split(";")[:-1]]
+
+
+def _joined(calls: Sequence[tuple]) -> list[Any]:
+    return [x for call in calls for x in call]
+
+
+def _split(x: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """The parts of a sequence, which are as many and equally long."""
+    size = len(x) // count
+    return [x[first : first + size] for first in range(0, len(x), size)]
