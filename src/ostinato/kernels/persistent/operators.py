@@ -173,9 +173,9 @@ def context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def inputs(ctx: Any) -> tuple:
-    """The operator's arguments, of which a context has kept what follows."""
-    return *ctx.saved_tensors[:TENSORS], *ctx.settings
+def inputs(part: Any) -> tuple:
+    """The operator's arguments, of what a part of several calls has kept."""
+    return *part.saved_tensors[:TENSORS], *part.settings
 
 
 def grad(ctx: Any, *grads: Tensor | None) -> tuple:
@@ -197,7 +197,8 @@ def grad(ctx: Any, *grads: Tensor | None) -> tuple:
 def backward_arguments(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
     """Those of ``recurrent_layer_backward``: the forward's, what it kept, gradients of its results, and `needed`."""
     needed = sum(compress(NEEDED_BITS, ctx.needs_input_grad))
-    return *inputs(ctx), *ctx.saved_tensors[TENSORS:], *grads[:3], needed
+    tensors = ctx.saved_tensors  # asked for once: checkpoints compute them anew
+    return *tensors[:TENSORS], *ctx.settings, *tensors[TENSORS:], *grads[:3], needed
 
 
 def _of_all_inputs(ctx: Any, found: Sequence[Tensor | None]) -> tuple:
