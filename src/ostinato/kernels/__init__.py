@@ -1,21 +1,24 @@
 """The kernels by family, `scan`, `recurrence` and `persistent`, and what every family uses:
 
-==================  ==================================================================
-``dispatch.py``     differentiable operators; in ``several.py``, several calls of one at the same time
-``vmap.py``         how ``torch.vmap`` batches their calls
-``eager.py``        which calls may bypass their registration, and functions prepared for them
-``derived.py``      what is computed from a tensor, until it changes
-``export.py``       programs that run without this library
-``gemm.py``         matrix products over all steps; ``convolution.py``, those on AMD's CPUs, ``cublas.py``, those of
-                    another precision than PyTorch's, ``products.py``, several small ones in one launch
-``precision.py``    whether float32 may be rounded to tf32
-``nvrtc.py``        CUDA kernels: compiled, loaded, launched
-``numeric.cuh``     their arithmetic; ``barriers.cuh``, ``gemv.cuh`` and ``transpose.cu``, parts of them
-``streams.py``      two computations in parallel on a GPU
-``numba_loops.py``  the CPU's loops: compiled, and how they access memory
-``numba_math.py``   their arithmetic
-``threads.py``      the threads that run them
-``memory.py``       memory for their results
-``cache.py``        what was compiled, on disk
-==================  ==================================================================
+======================  ==================================================================
+``dispatch.py``         differentiable operators
+``several.py``          several calls of one, at the same time
+``vmap.py``             how ``torch.vmap`` batches their calls
+``eager.py``            which calls may bypass their registration, and functions prepared for them
+``derived.py``          what is computed from a tensor, until it changes
+``export.py``           programs that run without this library
+``gemm.py``             matrix products over all steps; ``convolution.py``, those on AMD's CPUs, ``cublas.py``, those of
+                        another precision than PyTorch's
+``products.py``         several small products in one launch on a GPU, by ``products.cu``
+``precision.py``        whether float32 may be rounded to tf32
+``nvrtc.py``            CUDA kernels: compiled, loaded, launched
+``numeric.cuh``         their arithmetic; ``barriers.cuh``, ``gemv.cuh`` and ``transpose.cu``, parts of them
+``streams.py``          kernels beside each other on a GPU
+``numba_loops.py``      the CPU's loops: compiled, and how they access memory
+``numba_math.py``       their arithmetic
+``numba_transpose.py``  copies of tensors whose steps, not channels, are contiguous
+``threads.py``          the threads that run them
+``memory.py``           memory for their results
+``cache.py``            what was compiled, on disk
+======================  ==================================================================
 """

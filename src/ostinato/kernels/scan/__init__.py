@@ -8,6 +8,10 @@
 ``auto``       the last two where they can run, ``torch`` elsewhere
 ``loop``       for exported programs: PyTorch's ``scan``, one step at a time
 =============  =============================================================
+
+Their definition is ``reference.py``.  ``torch_ops.py`` makes the backends of PyTorch operations; the CPU's loops are in
+``cpu_loops.py`` and, of few channels, in ``cpu_narrow.py``.  ``operators.py`` makes what all of them compute
+differentiable.
 """
 
 import functools

@@ -16,9 +16,20 @@
 ``search.py``     the fastest geometry that fits
 ``packing.py``    pruned weights in the order in which the kernels read them
 ``step.py``       one step, by ``step.cu``
+================  ===========================================================================================
+
+The loops over time named above are compiled with these, as ``source.py`` puts them together:
+
+================  ===========================================================================================
 ``layout.cuh``    what all kernels share: parameters, and which units and sequences a block and a thread have
-``exchange.cuh``  the exchange between blocks; the product of a matrix with states is in ``dense.cuh``, ``block.cuh`` or
-                  ``sparse.cuh``, both of wide batches in ``wide.cuh`` and ``wide_*.cuh``
+``exchange.cuh``  the exchange between blocks; within a cluster, ``cluster.cuh`` and, of its sums, ``split.cuh``
+``matrix.cuh``    a block's part of the matrix; ``weights.cuh``, where it keeps the tiles of that
+``dense.cuh``     the product with states, which ``operand.cuh`` loads; ``scatter.cuh``, that within clusters
+``block.cuh``     the product of a pruned matrix, as is ``sparse.cuh``, with states that ``state.cuh`` loads
+``mma.cuh``       the products of tiles on tensor cores
+``prepare.cuh``   the kernel that runs before
+``turns.cuh``     two groups in turn
+``wide.cuh``      wide batches, with ``wide_product.cuh`` and ``wide_loops.cuh`` in place of all but the first two
 ================  ===========================================================================================
 """
 

@@ -5,8 +5,9 @@
 ``layer.py``      that of a layer, whose gates lie side by side; and its single steps
 ``steps.py``      a trace as what is computed once for a channel, and once for a step
 ``element.py``    those steps as an Element of the scan's CUDA kernel
-``cuda.py``       launches of that kernel
-``projected.py``  a layer's GEMM, gates and scan in one kernel, ``projected.cu``, on Hopper GPUs
+``cuda.py``       launches of that kernel, and of ``projected_step.cu``: one step with its product
+``projected.py``  a layer's GEMM, gates and scan in one kernel, ``projected.cu``, on Hopper GPUs; its parts are
+                  ``projected_tile.cuh``, ``projected_scan.cuh`` and ``hopper.cuh``
 ``cpu_step.py``   the steps as functions for the CPU's loops
 ``cpu_loops.py``  the loops over time around them
 ``cpu.py``        their calls
