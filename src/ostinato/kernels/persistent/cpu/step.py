@@ -15,7 +15,7 @@ from torch import Tensor
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
 from ostinato.kernels.persistent.cpu.entries import SLICE
 from ostinato.kernels.persistent.cpu.products import ROWS
-from ostinato.kernels.persistent.cpu.step_loop import Entries, Work, step_loop
+from ostinato.kernels.persistent.cpu.step_loop import MatrixWork, Work, step_loop
 from ostinato.kernels.persistent.cpu.step_matrices import DENSE, MOST_SEQUENCES, Matrix, matrix_of, packed_matrix
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.threads import run_loop, threads_for
@@ -60,8 +60,8 @@ class Step:
             addresses = {key: x.data_ptr() for key, x in matrix.arrays.items()}
             bias, weights = self._no_bias.data_ptr(), addresses.pop("weights", 0)
             slices = len(matrix.arrays["starts"]) - 1 if "starts" in addresses else 0
-            entries = Entries(row=rows[-1], padded=padded, slices=slices, **addresses)
-            sizes |= {f"weights_{name}": weights, f"bias_{name}": bias, name: entries}
+            how = MatrixWork(row=rows[-1], padded=padded, slices=slices, **addresses)
+            sizes |= {f"weights_{name}": weights, f"bias_{name}": bias, name: how}
         self._work = Work(**sizes)
         self._sums = batch * rows[0] * dtype.itemsize  # their offset in the scratch memory, in bytes
         self.rows = rows[0]  # of a sequence's products with x

@@ -14,8 +14,8 @@ from ostinato.kernels.persistent.cpu.pruned import entries_adder
 from ostinato.kernels.persistent.plan import GATES
 
 
-class Entries(ctypes.Structure):
-    """How a matrix is read; see ``entries.py``.
+class MatrixWork(ctypes.Structure):
+    """The part of the loop's arguments that says how a matrix is read: the addresses and sizes of its entries, if any.
 
     `places` and `diagonal` are the int32 indices of the entries' weights, below 0 for none, or the weights themselves.
     """
@@ -24,13 +24,13 @@ class Entries(ctypes.Structure):
 
 
 class Work(ctypes.Structure):
-    """The loop's arguments: sizes, addresses, and the entries of both matrices."""
+    """The loop's arguments: sizes, addresses, and how both matrices are read."""
 
     _fields_ = [
         *integers("next_task", "tasks", "group", "batch", "hidden", "inputs", "not_finite"),
         *integers("x", "h", "new_h", "c", "new_c", "output", "projected", "sums", "kept"),
         *integers("weights_ih", "bias_ih", "weights_hh", "bias_hh"),
-        *(("ih", Entries), ("hh", Entries)),
+        *(("ih", MatrixWork), ("hh", MatrixWork)),
     ]
 
 
@@ -44,8 +44,8 @@ def _product(dtype: type, gates: int, kind: str, height: int, packed: bool) -> A
     if kind == "dense":
 
         @inline
-        def multiply(work, entries, weights, bias, x, count, sums, begin, end):
-            hidden, batch, row, padded = work.hidden, work.batch, entries.row, entries.padded
+        def multiply(work, how, weights, bias, x, count, sums, begin, end):
+            hidden, batch, row, padded = work.hidden, work.batch, how.row, how.padded
             for g in range(gates):
                 own, out = offset(weights, g * hidden * count), offset(sums, g * padded)
                 multiply_rows(own, offset(bias, g * hidden), begin, end, count, x, batch, out, row)
@@ -54,18 +54,18 @@ def _product(dtype: type, gates: int, kind: str, height: int, packed: bool) -> A
         add_entries = entries_adder(kind, height, 1, gates, not packed)
 
         @inline
-        def multiply(work, entries, weights, bias, x, count, sums, begin, end):
-            hidden, padded = work.hidden, entries.padded
-            places, diagonal = pointer_to(entries.places, place), pointer_to(entries.diagonal, place)
-            columns, starts = pointer_to(entries.columns, np.int32), pointer_to(entries.starts, np.int64)
-            rows = pointer_to(entries.rows, np.int64)
-            matrix = weights, places, columns, starts, rows, entries.slices, diagonal, padded
+        def multiply(work, how, weights, bias, x, count, sums, begin, end):
+            hidden, padded = work.hidden, how.padded
+            places, diagonal = pointer_to(how.places, place), pointer_to(how.diagonal, place)
+            columns, starts = pointer_to(how.columns, np.int32), pointer_to(how.starts, np.int64)
+            rows = pointer_to(how.rows, np.int64)
+            matrix = weights, places, columns, starts, rows, how.slices, diagonal, padded
             for b in range(work.batch):
-                out = offset(sums, b * entries.row)
+                out = offset(sums, b * how.row)
                 for g in range(gates):
                     for j in range(hidden):
                         out[g * padded + j] = bias[g * hidden + j]
-                add_entries(matrix, hidden, count, offset(x, b * count), count, out, entries.row, 1)
+                add_entries(matrix, hidden, count, offset(x, b * count), count, out, how.row, 1)
 
     return multiply
 
