@@ -52,3 +52,12 @@ class Plan(NamedTuple):
 def no_kernel(reason: str, bytes_available: int = 0) -> Plan:
     """The plan to leave a layer to torch's kernels."""
     return Plan("steps", bytes_available=bytes_available, reason=reason)
+
+
+def keeps_gates(cell: str) -> bool:
+    """Whether the kernels' forward saves all gates' pre-activations instead of recomputing them in the backward.
+
+    Recomputation takes two of a training step's six large GEMMs, or, of small layers on a GPU, of the host's launches.
+    An RNN needs only its states.
+    """
+    return GATES[cell] > 1

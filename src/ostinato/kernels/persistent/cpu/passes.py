@@ -13,7 +13,7 @@ from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cpu import loops, products, pruned
 from ostinato.kernels.persistent.cpu.barrier import COUNTERS
 from ostinato.kernels.persistent.cpu.entries import SLICE, Entries, backward_entries, forward_entries
-from ostinato.kernels.persistent.plan import GATES, Plan
+from ostinato.kernels.persistent.plan import GATES, Plan, keeps_gates
 from ostinato.kernels.threads import run_loop, threads_for
 
 PART = 1 << 16  # weights of a part of a step that pay off a thread
@@ -35,7 +35,7 @@ def forward(
     batch, offsets, resets, reverse = sequences
     h, c = _state(h0, batch, hidden, projected), _state(c0, batch if lstm else 0, hidden, projected)
     output = projected.new_empty(len(projected), hidden)
-    keep = keep and gates > 1  # an RNN's backward needs only the output
+    keep = keep and keeps_gates(cell)
     kept = torch.empty_like(output) if keep else None
     how = _share(weight_hh, batch, sequences.length(projected), plan)
     entries, untouched = None, None

@@ -145,8 +145,3 @@ def _is_faster_than_onednn(call: Call) -> bool:
 def least_steps(*_: object) -> int:
     """A single step, unless ``step.py`` takes it, is left to torch."""
     return 2
-
-
-def keeps_gates(cell: str) -> bool:
-    """Whether the forward saves all gates' pre-activations: recomputing them takes two of six large GEMMs."""
-    return GATES[cell] > 1

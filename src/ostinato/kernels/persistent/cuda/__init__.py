@@ -35,9 +35,10 @@ The loops over time named above are compiled with these, as ``source.py`` puts t
 
 from ostinato.kernels.persistent.cuda import small
 from ostinato.kernels.persistent.cuda.passes import backward, forward, gradients_of_biases, previous
-from ostinato.kernels.persistent.cuda.plan import keeps_gates, least_steps, make_plan
+from ostinato.kernels.persistent.cuda.plan import least_steps, make_plan
 from ostinato.kernels.persistent.cuda.step import StepOfLayers, step_of
 from ostinato.kernels.persistent.cuda.wavefront import layers_at_once, portions
+from ostinato.kernels.persistent.plan import keeps_gates
 
 __all__ = [
     "make_plan",

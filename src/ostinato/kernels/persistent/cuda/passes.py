@@ -15,8 +15,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cuda.geometry import THREADS
 from ostinato.kernels.persistent.cuda.launch import launch, source_of_biases
-from ostinato.kernels.persistent.cuda.plan import keeps_gates
-from ostinato.kernels.persistent.plan import Plan
+from ostinato.kernels.persistent.plan import Plan, keeps_gates
 from ostinato.kernels.persistent.sequences import Sequences
 
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}  # of a copy, by bytes

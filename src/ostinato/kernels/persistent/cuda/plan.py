@@ -14,7 +14,7 @@ from ostinato.kernels.persistent.cuda.cudnn_costs import torchs_microseconds
 from ostinato.kernels.persistent.cuda.geometry import Geometry
 from ostinato.kernels.persistent.cuda.launch import compile_kernels, packing_of
 from ostinato.kernels.persistent.cuda.search import choose_geometry
-from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
+from ostinato.kernels.persistent.plan import GATES, Call, Plan, keeps_gates, no_kernel
 
 # Microseconds that the host takes to launch our kernels of a layer without gradients.  Those of cuDNN for small layers
 # take it less, with gradients too, but cuDNN's backward cannot be differentiated: there launches do not count.
@@ -141,12 +141,3 @@ def step_microseconds(plan: Plan, call: Call) -> float:
 def _packed(geometry: Geometry, mask: Tensor) -> Geometry:
     """The geometry with as many tiles as the mask needs."""
     return geometry if geometry.path == "dense" else packing_of(mask, geometry).geometry
-
-
-def keeps_gates(cell: str) -> bool:
-    """Whether the forward saves all gates' pre-activations instead of recomputing them in the backward.
-
-    Recomputation takes two of a training step's six large GEMMs, or, in small layers, of the host's launches.  An RNN
-    needs only its states.
-    """
-    return GATES[cell] > 1
