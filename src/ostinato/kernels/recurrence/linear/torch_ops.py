@@ -37,7 +37,8 @@ class Coefficients(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         arguments = ctx.saved_tensors
         found = evaluate(parse(ctx.recurrence).backward, [*arguments, *grads])
-        return None, *(g.sum_to_size(x.shape) for g, x in zip(map(_like(grads[0]), found), arguments, strict=True))
+        shape = grads[0].shape
+        return None, *(g.expand(shape).sum_to_size(x.shape) for g, x in zip(found, arguments, strict=True))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
@@ -63,10 +64,6 @@ def _coefficients(recurrence: str, *arguments: Tensor) -> tuple[Tensor, ...]:
 def _in_a_loop(a: Tensor, b: Tensor, h0: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     *parts, backend = options
     return choose_backend(backend, a.device.type).linear_scan(a, b, h0, Order(*parts))
-
-
-def _like(x: Tensor) -> Any:
-    return lambda y: y.expand(x.shape)
 
 
 def _dtype(x: Tensor, backend: str) -> torch.dtype:
