@@ -30,13 +30,13 @@ class Device(NamedTuple):
     major: int
 
 
-def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
+def _coverings(start: Geometry, batch: int, device: Device, share: int) -> Iterator[Geometry]:
     """All divisions of units and sequences among blocks that can be resident at once."""
     dense, largest = start.path == "dense", batch if start.path == "dense" else min(batch, 8)
-    clusters = (1, 2, 4) if start.backward and properties.major >= 9 else (1,)
+    clusters = (1, 2, 4) if start.backward and device.major >= 9 else (1,)
     for cluster in clusters:
         pitch = start._replace(cluster=cluster).pitch
-        resident = resident_blocks(properties, cluster) // share
+        resident = resident_blocks(device, cluster) // share
         parts = cluster if start.backward else GATES[start.cell]  # rows of a block for each of its units
         numbers = {ceil_div(batch, n) for n in range(ceil_div(batch, largest), batch + 1)}
         for columns in sorted({n if n <= 8 else round_up(n, 8) for n in numbers}):  # beyond 8, whole tiles
@@ -69,14 +69,14 @@ def _units_of_block(start: Geometry, least: int, rows: int) -> set[int]:
     return {n // rows // w * w for n in range(first, first + 24, 8) for w in (word, 2 * word)}
 
 
-def _clusters(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
+def _clusters(start: Geometry, batch: int, device: Device, share: int) -> Iterator[Geometry]:
     """The divisions of units and sequences among blocks in which all that share a sequence are one cluster."""
     for units in {round_up(ceil_div(start.pitch, most), 8 // start.dtype.itemsize) for most in (2, 4, 8, 16)}:
         cluster = start._replace(units=units, distributed=True)
         if start.backward:
             cluster = cluster._replace(cluster=ceil_div(start.hidden_size, units))
         size = 1 << (cluster.blocks - 1).bit_length()  # another leaves as much of a GPC unused
-        resident = resident_blocks(properties, size) // share // size
+        resident = resident_blocks(device, size) // share // size
         # To sixteen blocks, sums of several sequences are sent as slowly as all else takes.
         most_columns = 1 if start.backward and size == 16 else 8
         for columns in sorted({ceil_div(batch, n) for n in range(ceil_div(batch, most_columns), batch + 1)}):
@@ -84,35 +84,35 @@ def _clusters(start: Geometry, batch: int, properties: Any, share: int) -> Itera
                 yield cluster._replace(columns=columns, groups=min(resident, ceil_div(batch, columns)))
 
 
-def _in_turns(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
+def _in_turns(start: Geometry, batch: int, device: Device, share: int) -> Iterator[Geometry]:
     """The divisions of units and sequences in which each block computes two groups in turn.
 
     It was measured to pay for gated layers, unless states are small or products exact, and where both groups do not
     find multiprocessors of their own.
     """
-    processors = properties.multi_processor_count // share
+    processors = device.multi_processor_count // share
     exact = start.exact and start.dtype == torch.float32
     start = start._replace(turns=2)
     if GATES[start.cell] > 1 and not exact and start.pitch * start.dtype.itemsize >= LEAST_COPIED:
-        for covering in _coverings(start, round_up(ceil_div(batch, 2), 8), properties, share):
+        for covering in _coverings(start, round_up(ceil_div(batch, 2), 8), device, share):
             shared = covering.blocks * covering.groups * covering.turns > processors
             if shared and covering.columns % 8 == covering.pitch % covering.units == 0:
                 yield covering
 
 
-def _wide(start: Geometry, properties: Any, share: int) -> Iterator[Geometry]:
+def _wide(start: Geometry, device: Device, share: int) -> Iterator[Geometry]:
     """The divisions of many sequences among blocks whose warpgroups multiply, as on Hopper alone; see ``wide.cuh``.
 
     Of an LSTM of so many units that the blocks of two groups would not fit: else two groups were measured to be faster.
     """
     units, cluster = 16, 8 if start.backward else 2
     fits = start.cell == "lstm" and start.hidden_size % 2 == 0 and start.hidden_size <= MOST_WIDE
-    if not fits or start.dtype.itemsize != 2 or properties.major != 9:
+    if not fits or start.dtype.itemsize != 2 or device.major != 9:
         return
     for columns, held in ((32, 38), (64, 34)):
         wide = start._replace(units=units, columns=columns, groups=1, cluster=cluster, turns=2, wide=True)
-        resident = resident_blocks(properties, wide.blocks_of_a_cluster)
-        room = properties.shared_memory_per_block_optin >= wide.shared_bytes
+        resident = resident_blocks(device, wide.blocks_of_a_cluster)
+        room = device.shared_memory_per_block_optin >= wide.shared_bytes
         if room and share * wide.blocks <= resident < 2 * wide.blocks:
             tiles = wide.slice // units
             yield wide._replace(tiles=tiles, held=min(tiles, held - 4 * start.backward))
@@ -148,31 +148,31 @@ def _entries(height: int, width: int, blocks: int, density: float, rows: int, co
     return low
 
 
-def resident_blocks(properties: Any, cluster: int) -> int:
+def resident_blocks(device: Device, cluster: int) -> int:
     """The number of blocks that can be resident at once, one per multiprocessor.
 
     A cluster must fit within one GPC, and GPCs differ in their number of multiprocessors: an H200 can use 120 of its
     132 with clusters of 4.
     """
-    processors: int = properties.multi_processor_count
+    processors = device.multi_processor_count
     return (processors if cluster <= 2 else processors * 10 // 11) // cluster * cluster
 
 
 def candidates(
-    start: Geometry, batch: int, density: float, block: tuple[int, int] | None, properties: Any, share: int = 1
+    start: Geometry, batch: int, density: float, block: tuple[int, int] | None, device: Device, share: int = 1
 ) -> Iterator[Geometry]:
     """The geometries that fit a layer, assuming that the matrix is pruned evenly in such blocks."""
     if start.path == "dense":
-        yield from _wide(start, properties, share)
-    coverings = _coverings(start, batch, properties, share)
-    if start.path == "dense" and properties.major >= 9:
-        coverings = itertools.chain(coverings, _clusters(start, batch, properties, share))
-        coverings = itertools.chain(coverings, _in_turns(start, batch, properties, share))
+        yield from _wide(start, device, share)
+    coverings = _coverings(start, batch, device, share)
+    if start.path == "dense" and device.major >= 9:
+        coverings = itertools.chain(coverings, _clusters(start, batch, device, share))
+        coverings = itertools.chain(coverings, _in_turns(start, batch, device, share))
     for covering in coverings:
-        filled = _with_weights(covering, density, block or (1, 1), properties.shared_memory_per_block_optin)
+        filled = _with_weights(covering, density, block or (1, 1), device.shared_memory_per_block_optin)
         if filled is None:
             continue
-        most = most_streamed(properties) if filled.turns == 1 else 0  # in turns: twice a step
+        most = most_streamed(device) if filled.turns == 1 else 0  # in turns: twice a step
         # Of groups in turn, products of few tiles hide little of an exchange.
         enough = filled.turns == 1 or filled.tiles >= LEAST_TILES[start.backward]
         if enough and filled.bytes_streamed * share <= most:
