@@ -24,7 +24,7 @@ def in_reverse(resets: Tensor, batch_first: bool, cu_seqlens: Tensor | None = No
 
 
 def in_reverse_of_rows(resets: Tensor, offsets: Tensor | None, batch: int) -> Tensor:
-    """The same of time-major rows; see :class:`~ostinato.kernels.persistent.sequences.Sequences`."""
+    """As :func:`in_reverse`, of time-major rows; see :class:`~ostinato.kernels.persistent.sequences.Sequences`."""
     return previous(resets[:, None], None, Sequences(batch, offsets, reverse=True))[:, 0]
 
 

@@ -119,7 +119,7 @@ class Recurrence:
         _recurrences[id(self)] = self
 
     def _signature(self, parameters: Mapping[str, inspect.Parameter]) -> inspect.Signature:
-        """That of a call, which has no state and has options, for editors and ``help``."""
+        """The signature of a call, which has no state and has options, for editors and ``help``."""
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         arguments = [inspect.Parameter(name, kind, annotation=parameters[name].annotation) for name in self.names]
         call = inspect.signature(Recurrence.__call__).parameters

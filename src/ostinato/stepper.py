@@ -150,7 +150,7 @@ class Stepper:
 
     @_outside_inference_mode
     def _recorded(self, x: Tensor) -> Callable[[Tensor], Any] | None:
-        """The same on a CPU; None for a module that branches on tensor values."""
+        """Record a step on a CPU, for the same; None for a module that branches on tensor values."""
         given, module, state, recorder = x.clone(), self._module, self._state, Recorder()
         with _unchanged((*_tensors(state), *module.buffers())):
             _advance(module, given, state)  # warm-up: compiles and packs

@@ -63,7 +63,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same of rows whose number is not round; not differentiable."""
+    """As :func:`product`, of rows whose number is not round; not differentiable."""
     result, weight, sizes = x.new_empty(len(x), len(weight)), weight.contiguous(), _parts(len(x))
     for rows, part in zip(x.split(sizes), result.split(sizes), strict=True):
         part.copy_((product if len(rows) in PARTS else F.linear)(rows, weight, bias))

@@ -80,7 +80,7 @@ class _SharesInReverse(torch.autograd.Function):
 
 
 class _Shares(_SharesInReverse):
-    """The same in both modes."""
+    """As :class:`_SharesInReverse`, with derivatives in both modes."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ def offsets_of(batch_sizes: Tensor, device: torch.device) -> Tensor:
 
 
 def _constant_offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
-    """The same made of constants, which a CUDA graph can capture, unlike the host's memory."""
+    """As :func:`offsets_of`, made of constants, which a CUDA graph can capture, unlike a copy of the host's memory."""
     parts, first = [], 0
     for batch, steps in zip(
         *(x.tolist() for x in torch.unique_consecutive(batch_sizes, return_counts=True)), strict=True

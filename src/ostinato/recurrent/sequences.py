@@ -81,7 +81,7 @@ class SequenceLayers(MaskedLayers):
         return layers_at_once(first, call, self.num_layers)
 
     def _masks(self) -> list[Tensor | None]:
-        """Those of the recurrent weights of all layers and directions, none if nothing is pruned."""
+        """The masks of the recurrent weights of all layers and directions, none if nothing is pruned."""
         return [mask_of(self, names[1]) for names in self._all_weights] if self._buffers else []
 
     def _kernels_for(

@@ -65,7 +65,7 @@ class Executor(NamedTuple):
 
 
 def executor_of(*args: Any) -> Executor:
-    """That of the operator's arguments: its kernels, or the loop over time where none fits."""
+    """Who computes a call with the operator's arguments: a device's kernels, or the loop over time where none fits."""
     given = Arguments(*args)
     plan = plan_layer(given.mask_hh, call_of(given))
     kernels = kernels_on(given.x.device) if plan.has_kernel else reference
@@ -142,9 +142,9 @@ def _dtype_of_c(given: Arguments) -> torch.dtype:
 
 
 def _kept_widths(given: Arguments) -> tuple[int, int]:
-    """The widths of the saved c and the saved pre-activations.
+    """The widths of the saved c and of the saved pre-activations, 0 of what is not kept.
 
-    Where those are kept, so is for a GRU in c's place the recurrent part of its candidate's.
+    A GRU, which has no c, keeps the recurrent part of its candidate's pre-activation there, if it keeps any.
     """
     if not given.training:
         return 0, 0
@@ -195,7 +195,7 @@ def grad(ctx: Any, *grads: Tensor | None) -> tuple:
 
 
 def backward_arguments(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
-    """Those of ``recurrent_layer_backward``: the forward's, what it kept, gradients of its results, and `needed`."""
+    """What ``recurrent_layer_backward`` is called with: the forward's arguments, what it kept, gradients, `needed`."""
     needed = sum(compress(NEEDED_BITS, ctx.needs_input_grad))
     tensors = ctx.saved_tensors  # asked for once: checkpoints compute them anew
     return *tensors[:TENSORS], *ctx.settings, *tensors[TENSORS:], *grads[:3], needed
@@ -269,7 +269,7 @@ def back_through_time(executor: Executor, *args: Any) -> Callable[[], tuple[Tens
 
 
 def saved_by(executor: Executor, given: Arguments, kept: tuple[Tensor, Tensor | None, Tensor | None]) -> Saved:
-    """What the kernels' backward takes: what the forward kept, its output, c and gates, or anew."""
+    """What the kernels' backward takes of the forward: h, c and gates as it kept them, or the gates computed again."""
     h, c, gates = kept
     rnn, lstm, gru = given.cell.startswith("rnn"), given.cell == "lstm", given.cell == "gru"
     pre: Any = h if rnn else gates
@@ -314,9 +314,9 @@ def gradients(
 
 
 def of_input(grads: Tensor, cell: str) -> Tensor:
-    """Those of the input's product.
+    """The gradients of the product with the input, from those of the gates.
 
-    A GRU's are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
+    A GRU's gates are n's share of the hidden product, r, z, n's share of the input's: each product's are neighbours.
     """
     return grads[:, grads.shape[1] // 4 :] if cell == "gru" else grads
 

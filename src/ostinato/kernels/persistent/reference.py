@@ -145,7 +145,7 @@ def _step_back(
 
 
 def gradients_of_biases(totals: Tensor, dtype: torch.dtype, cell: str) -> tuple[Tensor, Tensor]:
-    """Those of bias_ih and bias_hh, from the last result of :func:`backward`."""
+    """The gradients of bias_ih and bias_hh, from the last result of :func:`backward`."""
     sums = totals.sum(0).to(dtype)
     if cell != "gru":
         return sums, sums.clone()

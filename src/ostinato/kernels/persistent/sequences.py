@@ -35,7 +35,7 @@ class Sequences(NamedTuple):
         return steps[::-1] if self.reverse else steps
 
     def parts(self, sizes: list[int]) -> list["Sequences"]:
-        """Those of parts of so many rows, whole steps of sequences that have all steps."""
+        """The same sequences in parts of so many rows, which are whole steps, as all sequences have all steps."""
         if self.resets is None:
             return [self] * len(sizes)
         return [self._replace(resets=resets) for resets in self.resets.split(sizes)]

@@ -135,7 +135,7 @@ def _split(x: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
 
 
 def _parts(saved: Saved, sizes: list[int]) -> list[Saved]:
-    """Those of each portion."""
+    """What was saved, cut into what each portion needs."""
     return [Saved(*parts) for parts in zip(*(_split(x, sizes) for x in saved), strict=True)]
 
 

@@ -70,7 +70,7 @@ class _EntryReader(Vectors):
         return self.read(self.values, self.builder.mul(k, INT64(self.lanes)))
 
     def weights_of_column(self, k):
-        """Those of neighbouring rows of the matrix; beyond the last row, the last weight."""
+        """The weights of a column in neighbouring rows of the matrix; beyond the last row, the last weight."""
         start = self.read_integer(self.places, k)
 
         def place(i):
@@ -80,7 +80,7 @@ class _EntryReader(Vectors):
         return self.of(self.read_one(self.values, place(i)) for i in range(self.lanes))
 
     def weights_anywhere(self, k):
-        """Those at the places of the lanes, 0 where a place is below 0."""
+        """The weights at the places of the lanes, 0 where a place is below 0."""
         none = INT32(0)
 
         def weight(lane):
@@ -168,7 +168,10 @@ def _sum_of_lanes(builder, vector):
 
 
 def _block_adder(rows):
-    """That for blocks: a row of a block is a vector, and so is the sum of a row, whose lanes are added at the end."""
+    """What writes the instructions of :func:`_slice_adder`'s function for blocks.
+
+    A row of a block is a vector, and so is the sum of a row, whose lanes are added at the end.
+    """
 
     def generate(context, builder, signature, arguments):
         matrix, begin, end, x, _, out, *_ = arguments

@@ -151,7 +151,7 @@ class StepOfLayers:
     def with_saved(
         self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """The same of dense layers, and what their gradients need: see ``step_gradients.py``."""
+        """A call for dense layers that returns what their gradients need as well: see ``step_gradients.py``."""
         output, new = empty(*self._output), [empty(*self._state) for _ in self._states]
         saved = [empty(*one) for one in self._saved]
         self.into(output, new, x, states, weights, saved)
@@ -166,7 +166,7 @@ class StepOfLayers:
         weights: Sequence[Tensor],
         saved: Sequence[Tensor] = (),
     ) -> bool:
-        """The same into the memory of the results; False if something was not finite."""
+        """A call that writes to the memory of its results; False if something was not finite."""
         old, room = states or (self._zero,), empty(*self._room)
         h, c, new_h, new_c = old[0].data_ptr(), old[-1].data_ptr(), new[0].data_ptr(), new[-1].data_ptr()
         source, target, scratch = x.data_ptr(), output.data_ptr(), room.data_ptr()

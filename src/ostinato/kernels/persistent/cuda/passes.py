@@ -100,7 +100,7 @@ def macros_of_copy(unit: int) -> tuple[tuple[str, object], ...]:
 
 
 def gradients_of_biases(totals: Tensor, dtype: torch.dtype, cell: str) -> tuple[Tensor, Tensor]:
-    """Both in one launch; see :mod:`ostinato.kernels.persistent.reference`."""
+    """The gradients of both biases in one launch; see :mod:`ostinato.kernels.persistent.reference`."""
     batch, width = totals.shape
     shift = width // 4 if cell == "gru" else 0
     of_ih, of_hh = (totals.new_empty(width - shift, dtype=dtype) for _ in range(2))

@@ -110,14 +110,14 @@ def _groups(batch: int) -> int:
 
 @functools.cache
 def source() -> str:
-    """The CUDA file."""
+    """The CUDA C++ of ``step.cu`` with what it uses."""
     return nvrtc.source("numeric.cuh", "gemv.cuh", "persistent/cuda/step.cu")
 
 
 def macros(
     cell: str, dtype: torch.dtype, batch: int, inputs: int, hidden: int, low: int = 0
 ) -> tuple[tuple[str, Any], ...]:
-    """Its preprocessor definitions; `low` are the low bits of the addresses of inputs, states and weights."""
+    """The preprocessor definitions of ``step.cu``; `low`: the low bits of the addresses of inputs, states, weights."""
     sizes = 8 // dtype.itemsize | inputs | hidden | low // dtype.itemsize
     names = {"CELL": cell.upper(), "SCALAR": SCALARS[dtype], "VEC": sizes & -sizes, "WARPS": WARPS}
     return (*names.items(), ("BATCH", min(batch, MOST_AT_ONCE)))

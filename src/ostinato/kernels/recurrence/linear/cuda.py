@@ -236,7 +236,7 @@ class Step:
 
 @functools.cache
 def step_source(recurrence: str) -> str:
-    """The CUDA file of a step."""
+    """The CUDA C++ of ``projected_step.cu`` with what it uses, for a recurrence."""
     before, code = nvrtc.source("numeric.cuh", "gemv.cuh", "scan/cuda/elements.cuh"), element_of(recurrence, False).code
     return before + code + nvrtc.source("recurrence/linear/projected_step.cu")
 
@@ -244,7 +244,7 @@ def step_source(recurrence: str) -> str:
 def step_macros(
     recurrence: str, dtype: torch.dtype, batch: int, inputs: int, low: int = 0
 ) -> tuple[tuple[str, Any], ...]:
-    """Its preprocessor definitions; `low` are the low bits of the addresses of inputs and weights."""
+    """The preprocessor definitions of ``projected_step.cu``; `low`: the low bits of inputs' and weights' addresses."""
     units = 8 // dtype.itemsize | inputs | low // dtype.itemsize
     element = element_of(recurrence, False).name
     macros = {"ELEMENT": element, "SCALAR": SCALARS[dtype], "VEC": units & -units, "WARPS": STEP_WARPS}

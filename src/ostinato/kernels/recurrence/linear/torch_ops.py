@@ -55,7 +55,7 @@ class Coefficients(torch.autograd.Function):
 
 
 def _coefficients(recurrence: str, *arguments: Tensor) -> tuple[Tensor, ...]:
-    """The same in a graph that is to run without this library, and without gradients."""
+    """As :class:`Coefficients`, in a graph that is to run without this library, and without gradients."""
     shape = torch.broadcast_shapes(*(x.shape for x in arguments))
     a, b = evaluate(parse(recurrence).forward, arguments)
     return a.expand(shape), b.expand(shape)

@@ -82,11 +82,11 @@ class Arrays:
         self.plain = [*self.parameters, *self.states, *self.sums, "absent"]
 
     def names(self, trace: Trace) -> list[str]:
-        """Those of the function's arguments, in its order."""
+        """What the function's arguments are called, in its order."""
         return in_order(trace.sequences, self.sequences, self.parameters)
 
     def arguments(self, trace: Trace) -> list[str]:
-        """The function's own, in its order, at channel j."""
+        """The function's arguments, in its order, at channel j."""
         return [_load(x, "j" if x in self.parameters else f"at_{x} + j") for x in self.names(trace)]
 
 

@@ -55,7 +55,7 @@ def _in_a_loop(
     resets: Tensor | None,
     reverse: bool,
 ) -> list[Tensor]:
-    """The same as one node of a graph that is to run without this library, whatever the number of steps."""
+    """As :func:`sequential`, in one node, whatever the steps, of a graph that is to run without this library."""
     kinds = [x.dim() == 3 for x in arguments]
     sequences, parameters = by_kind(kinds, arguments)
     sequences = [x.transpose(0, 1) for x in sequences]

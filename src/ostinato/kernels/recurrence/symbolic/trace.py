@@ -80,7 +80,7 @@ def _graph(parts: list) -> Graph:
 
 
 def with_state(trace: Trace) -> Trace:
-    """The same recurrence as a function of the state; of one that is linear, without derivatives."""
+    """The recurrence as a function of the state; of one that is linear, without derivatives."""
     if trace.states:
         return trace
     builder, indices = Builder(), list[int]()

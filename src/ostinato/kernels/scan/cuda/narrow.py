@@ -158,7 +158,7 @@ def _interleave(scan: Criteria) -> Geometry | None:
 
 
 def _with_longer_tiles(scan: Criteria, interleaved: Geometry) -> Geometry:
-    """The same with as many rows as registers hold of two inputs of 16 bits each, if blocks have several tiles of them.
+    """The geometry with as many rows as registers hold of two inputs of 16 bits, if blocks have several tiles of them.
 
     Fewer tiles are then composed and published.  Segments of rows of three or six channels would share banks, and where
     shared memory is small, such tiles would be cut to less than the others.
