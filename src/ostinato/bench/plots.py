@@ -10,6 +10,7 @@ from ostinato.bench.measure import Record
 from ostinato.bench.report import size_name, sizes, speedup
 from ostinato.bench.workloads import OURS
 from ostinato.files import replacing
+from ostinato.kernels.persistent.plan import NO_KERNEL
 
 MARKERS = "osD^vPX*<>"
 LIMITS = ("-", "--", "-.", ":")  # of grey lines, so that two limits can be told apart
@@ -75,7 +76,7 @@ def ratios_of(content: Record) -> Any:
     for record in content["results"]:
         work, ratio = record["workload"], speedup(record)
         if ratio is not None:
-            own = record["contestants"][OURS]["plan"]["path"] != "steps"
+            own = record["contestants"][OURS]["plan"]["path"] != NO_KERNEL
             panel = panels.setdefault(f"{work['cell']} {'tf32' if work['tf32'] else work['dtype']}", {})
             panel[work["hidden"], work["batch"]] = ratio, own
     rows, columns = -(-len(panels) // 3), min(len(panels), 3)

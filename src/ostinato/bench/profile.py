@@ -16,6 +16,7 @@ from ostinato.bench.peers import CONTESTANTS
 from ostinato.bench.workloads import OURS, Layer, RecurrentLayer, name_of
 from ostinato.checks import check_integers
 from ostinato.files import replacing
+from ostinato.kernels.persistent.plan import NO_KERNEL
 from ostinato.minimal.recurrences import GATES
 
 PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|::mm$|addmm$|_linear_pointwise|mkldnn_convolution|convolution_backward$")
@@ -59,7 +60,7 @@ def profile(work: Layer | RecurrentLayer, device: torch.device, name: str = OURS
         with replacing(trace) as temporary:
             profiler.export_chrome_trace(str(temporary))
     limits = measure_limits(device, work.dtype)
-    own = name == OURS and run.plan.get("path") != "steps"
+    own = name == OURS and run.plan.get("path") != NO_KERNEL
     kernels = [_row(work, own, *times, calls, wall, limits) for times in _times(profiler, device.type)]
     kernels.sort(key=lambda row: -row["seconds_a_call"])
     return {

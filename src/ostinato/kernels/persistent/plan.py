@@ -6,6 +6,7 @@ import torch
 
 GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
 MANY_STEPS = 1000
+NO_KERNEL = "steps"  # the path of a plan without a persistent kernel: torch's, or on a GPU that of one step
 
 
 class Call(NamedTuple):
@@ -35,7 +36,7 @@ class Call(NamedTuple):
 class Plan(NamedTuple):
     """How a layer will be run, and why."""
 
-    path: str  # "dense", "sparse" or "block": a persistent kernel; "steps": none of them, see :func:`no_kernel`
+    path: str  # "dense", "sparse" or "block": a persistent kernel; NO_KERNEL: none of them
     bytes_on_chip: int = 0  # recurrent weights in registers and shared memory, summed over all blocks
     bytes_available: int = 0
     blocks: int = 0
@@ -46,12 +47,12 @@ class Plan(NamedTuple):
     @property
     def has_kernel(self) -> bool:
         """Whether a persistent kernel runs the layer."""
-        return self.path != "steps"
+        return self.path != NO_KERNEL
 
 
 def no_kernel(reason: str, bytes_available: int = 0) -> Plan:
     """The plan to leave a layer to torch's kernels."""
-    return Plan("steps", bytes_available=bytes_available, reason=reason)
+    return Plan(NO_KERNEL, bytes_available=bytes_available, reason=reason)
 
 
 def keeps_gates(cell: str) -> bool:
