@@ -120,12 +120,11 @@ class SequenceLayers(MaskedLayers):
             return None
         (batch, steps), packed = size, isinstance(input, PackedSequence)
         x = input.data if packed else input
-        device, dtype = weights[0].device, weights[0].dtype
+        device = weights[0].device
         if device.type == "meta":
             return None
         autocast = autocast_dtype(device)
-        computed = autocast or dtype
-        given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
+        computed = autocast or weights[0].dtype
         tensors = [*weights, x, *states]
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         at_once, is_torchs = 2 if self.bidirectional else 1, False
@@ -145,26 +144,43 @@ class SequenceLayers(MaskedLayers):
                 count_operations()
             if plan.has_kernel:
                 at_once = plan.at_once
+        if not self._suit_kernels(x, states, weights, batch, steps, packed, autocast is not None):
+            return None
+        self._check_shapes(weights)
+        if is_torchs:
+            altered = training or autocast or packed or x.dim() == 2 or self._buffers or resets is not None
+            return None if altered or not self._takes_as_they_are(x, states, weights) else LEFT_TO_TORCH
+        return KernelCall(batch, steps, computed if autocast else None, training, at_once)
+
+    def _suit_kernels(
+        self,
+        x: Tensor,
+        states: list[Tensor],
+        weights: list[Tensor],
+        batch: int,
+        steps: int,
+        packed: bool,
+        autocast: bool,
+    ) -> bool:
+        """Whether kernels take these tensors, by autocast converted to what it computes in.
+
+        Torch's forward raises the errors of all that no layer takes.
+        """
+        dtype, device = weights[0].dtype, weights[0].device
+        given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
         unbatched = x.dim() == 2 and not packed
         shape = (len(self._all_weights), *(() if unbatched else (batch,)), self.hidden_size)
-        fits = (
+        return (
             (x.numel() > 0 or (torch.compiler.is_compiling() and steps > 0))
             and (x.dim() == 2 or not packed)
             and x.shape[-1] == self.input_size
             and len(states) in (0, 2 if self.mode == "LSTM" else 1)
             and x.dtype in given
             and all(state.shape == shape and state.dtype in given for state in states)
-            and all(x.dtype == dtype for x in weights)
-            and all(x.device == device for x in tensors)
+            and all(weight.dtype == dtype for weight in weights)
+            and all(tensor.device == device for tensor in (x, *states, *weights))
             and (dtype == torch.float32 or not autocast)
         )
-        if not fits:
-            return None
-        self._check_shapes(weights)
-        if is_torchs:
-            altered = training or autocast or packed or unbatched or self._buffers or resets is not None
-            return None if altered or not self._takes_as_they_are(x, states, weights) else LEFT_TO_TORCH
-        return KernelCall(batch, steps, computed if autocast else None, training, at_once)
 
     def _forward_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None, call: KernelCall
