@@ -298,7 +298,10 @@ class MinLSTMCell(_CellCPU):
         f_t = \sigma(W_f x_t + b_f), \quad i_t = \sigma(W_i x_t + b_i), \quad c_t = \phi(W_h x_t + b_h), \quad
         h_t = \frac{f_t}{f_t + i_t} \odot h_{t-1} + \frac{i_t}{f_t + i_t} \odot c_t
 
-    Arguments and errors are :class:`MinGRUCell`'s; ``weight`` is (3 * hidden_size, input_size), rows f, i, h.
+    Arguments are :class:`MinGRUCell`'s; ``weight`` is (3 * hidden_size, input_size), rows f, i, h.
+
+    Raises:
+        TypeError, ValueError: as :class:`MinGRUCell`.
 
     Example:
         >>> import numpy as np
@@ -313,7 +316,9 @@ class MinLSTMCell(_CellCPU):
 class MinGRUCellCUDA(_CellCUDA):
     """:class:`MinGRUCell` on an NVIDIA GPU: the same model, arguments and results.
 
-    The constructor raises RuntimeError where there is no CUDA device; ``CUDA_AVAILABLE`` tells beforehand.
+    Raises:
+        RuntimeError: there is no CUDA device, which ``CUDA_AVAILABLE`` tells beforehand.
+        TypeError, ValueError: as :class:`MinGRUCell`.
 
     Example:
         >>> import numpy as np
@@ -328,6 +333,9 @@ class MinGRUCellCUDA(_CellCUDA):
 
 class MinLSTMCellCUDA(_CellCUDA):
     """:class:`MinLSTMCell` on an NVIDIA GPU: the same model, arguments and results.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: as :class:`MinGRUCellCUDA`.
 
     The constructor raises RuntimeError where there is no CUDA device; ``CUDA_AVAILABLE`` tells beforehand.
 

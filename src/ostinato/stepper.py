@@ -126,7 +126,20 @@ class Stepper:
 
     @torch.inference_mode()
     def reset(self, mask: Tensor | None = None) -> None:
-        """Restore the initial state of all sequences, or of those where the mask (B,) is True."""
+        """Restore the initial state of all sequences, or of those where the mask (B,) is True.
+
+        Raises:
+            TypeError: a mask that is not a bool tensor.
+            ValueError: one that is not (B,).
+
+        Example:
+            >>> import torch, ostinato
+            >>> stepper, x = ostinato.Stepper(ostinato.GRU(3, 5), batch_size=2), torch.randn(2, 3)
+            >>> first, second = stepper(x), stepper(x)
+            >>> stepper.reset()
+            >>> torch.equal(stepper(x), first)
+            True
+        """
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 raise TypeError(f"mask must be a bool tensor; got {describe(mask)}")

@@ -82,7 +82,10 @@ def log_linear_scan(
 
     .. math:: \log h_t = \operatorname{logaddexp}(\log a_t + \log h_{t-1}, \; \log b_t)
 
-    Args, results and errors as those of :func:`linear_scan` here, with logarithms.
+    Args and results as those of :func:`linear_scan` here, with logarithms.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`linear_scan` here.
 
     Example:
         >>> import torch, ostinato.distributed
@@ -118,9 +121,13 @@ def run(
 
     .. math:: h_t = a(x_t) \, h_{t-1} + b(x_t)
 
-    Args, results and errors as those of the recurrence and of :func:`linear_scan` here.  Also raises ValueError for a
-    recurrence that is not linear in its state, which is inherently sequential, and TypeError for complex arguments; in
-    a group of one it is the recurrence itself, which takes both.
+    Args and results as those of the recurrence and of :func:`linear_scan` here.  In a group of one it is the recurrence
+    itself, whatever that takes.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as the recurrence, and as :func:`linear_scan` here.
+        TypeError: complex arguments, in a group of several.
+        ValueError: a recurrence that is not linear in its state, which is inherently sequential, in such a group.
 
     Example:
         >>> import torch, ostinato, ostinato.distributed
