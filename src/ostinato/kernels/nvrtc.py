@@ -24,6 +24,7 @@ SCALARS = {
     torch.float16: "Half",
     torch.bfloat16: "BFloat16",
 }
+Macros = tuple[tuple[str, object], ...]  # preprocessor definitions: names and values
 
 # Allocates on the current device, without PyTorch's dispatcher, as compiled code does.
 empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
@@ -107,7 +108,7 @@ def cached_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
 
 
 @functools.lru_cache(maxsize=1024)
-def compile_ahead(code: str, macros: tuple[tuple[str, object], ...], device: int) -> None:
+def compile_ahead(code: str, macros: Macros, device: int) -> None:
     """Begin to compile what :func:`load_kernel` will soon be asked for, beside what the caller compiles.
 
     The disk cache hands it over; without one it is compiled again.
@@ -263,7 +264,7 @@ def permitted_in_captures() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=1024)
-def load_kernel(name: str, code: str, macros: tuple[tuple[str, object], ...], device: int, feature: str = "") -> Kernel:
+def load_kernel(name: str, code: str, macros: Macros, device: int, feature: str = "") -> Kernel:
     """The kernel `name` of CUDA C++, compiled for `device` with the given macros.
 
     The feature "a" stands for what only GPUs of exactly this architecture have.  Threads may compile at the same time.

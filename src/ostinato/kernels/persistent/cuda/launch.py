@@ -59,7 +59,7 @@ def compile_kernels(device: int, resets: bool, packed: bool, keeps: bool, *geome
         kernel.result()
 
 
-def source_of_biases(dtype: torch.dtype) -> tuple[str, tuple[tuple[str, object], ...]]:
+def source_of_biases(dtype: torch.dtype) -> tuple[str, nvrtc.Macros]:
     """CUDA C++ and its preprocessor definitions."""
     definitions = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 1)
     return nvrtc.source("numeric.cuh", "persistent/cuda/biases.cu"), definitions

@@ -94,7 +94,7 @@ def previous(rows: Tensor, first: Tensor | None, sequences: Sequences) -> Tensor
     return before
 
 
-def macros_of_copy(unit: int) -> tuple[tuple[str, object], ...]:
+def macros_of_copy(unit: int) -> nvrtc.Macros:
     """The preprocessor definitions for ``previous.cu``."""
     return ("UNIT", UNITS[unit]), ("THREADS", THREADS), ("AHEAD", UNITS_OF_THREAD)
 

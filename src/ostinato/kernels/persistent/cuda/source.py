@@ -4,6 +4,7 @@ import itertools
 
 import torch
 
+from ostinato.kernels.nvrtc import Macros
 from ostinato.kernels.persistent.cuda.geometry import SCALARS, WARPS, Geometry
 
 
@@ -34,9 +35,7 @@ def _paths(*names: str) -> tuple[str, ...]:
     return ("numeric.cuh", "barriers.cuh", *(f"persistent/cuda/{name}" for name in names))
 
 
-def macros(
-    geometry: Geometry, resets: bool = False, packed: bool = False, keeps: bool = False
-) -> tuple[tuple[str, object], ...]:
+def macros(geometry: Geometry, resets: bool = False, packed: bool = False, keeps: bool = False) -> Macros:
     """The preprocessor definitions for CUDA files.
 
     Args:
@@ -77,7 +76,7 @@ def macros(
     )
 
 
-def _macros_of_product(geometry: Geometry) -> tuple[tuple[str, object], ...]:
+def _macros_of_product(geometry: Geometry) -> Macros:
     """The definitions for the file with the matrix product."""
     if geometry.wide:
         return (("SHARED_BYTES", geometry.shared_bytes),)

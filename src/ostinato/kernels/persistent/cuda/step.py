@@ -6,13 +6,12 @@ A step of cuDNN's is more launches, and two GEMMs and a kernel for the gates tak
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.nvrtc import SCALARS, empty
+from ostinato.kernels.nvrtc import SCALARS, Macros, empty
 from ostinato.kernels.persistent.plan import GATES
 
 WARPS = 4  # of a block
@@ -114,9 +113,7 @@ def source() -> str:
     return nvrtc.source("numeric.cuh", "gemv.cuh", "persistent/cuda/step.cu")
 
 
-def macros(
-    cell: str, dtype: torch.dtype, batch: int, inputs: int, hidden: int, low: int = 0
-) -> tuple[tuple[str, Any], ...]:
+def macros(cell: str, dtype: torch.dtype, batch: int, inputs: int, hidden: int, low: int = 0) -> Macros:
     """The preprocessor definitions of ``step.cu``; `low`: the low bits of the addresses of inputs, states, weights."""
     sizes = 8 // dtype.itemsize | inputs | hidden | low // dtype.itemsize
     names = {"CELL": cell.upper(), "SCALAR": SCALARS[dtype], "VEC": sizes & -sizes, "WARPS": WARPS}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.nvrtc import SCALARS, address, empty
+from ostinato.kernels.nvrtc import SCALARS, Macros, address, empty
 from ostinato.kernels.recurrence.arguments import LayerArguments, by_kind
 from ostinato.kernels.recurrence.linear.element import element_name, print_element
 from ostinato.kernels.recurrence.symbolic.trace import parse
@@ -229,7 +229,8 @@ class Step:
         batch, inputs, hidden = self._sizes
         macros = step_macros(self._recurrence, self._dtype, batch, inputs, low)
         kernel = nvrtc.load_kernel("projected_step", step_source(self._recurrence), macros, self._device)
-        rest = struct.pack("=4i", inputs // dict(macros)["VEC"], hidden, batch, self._groups)
+        vector: Any = dict(macros)["VEC"]
+        rest = struct.pack("=4i", inputs // vector, hidden, batch, self._groups)
         blocks, pack = -(-hidden * self._groups // STEP_WARPS), struct.Struct("=5Q").pack
         return kernel.prepared(self._device, blocks, 32 * STEP_WARPS, 0, pack, rest)
 
@@ -241,9 +242,7 @@ def step_source(recurrence: str) -> str:
     return before + code + nvrtc.source("recurrence/linear/projected_step.cu")
 
 
-def step_macros(
-    recurrence: str, dtype: torch.dtype, batch: int, inputs: int, low: int = 0
-) -> tuple[tuple[str, Any], ...]:
+def step_macros(recurrence: str, dtype: torch.dtype, batch: int, inputs: int, low: int = 0) -> Macros:
     """The preprocessor definitions of ``projected_step.cu``; `low`: the low bits of inputs' and weights' addresses."""
     units = 8 // dtype.itemsize | inputs | low // dtype.itemsize
     element = element_of(recurrence, False).name

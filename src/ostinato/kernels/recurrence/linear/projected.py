@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.nvrtc import SCALARS
+from ostinato.kernels.nvrtc import SCALARS, Macros
 from ostinato.kernels.recurrence.linear.cuda import element_of
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan.cuda.launch import launching, published_of
@@ -208,7 +208,7 @@ def source(recurrence: str) -> str:
     return shared + code + nvrtc.source(*(f"recurrence/linear/{name}" for name in files))
 
 
-def macros(recurrence: str, dtype: torch.dtype, resets: bool = False) -> tuple[tuple[str, object], ...]:
+def macros(recurrence: str, dtype: torch.dtype, resets: bool = False) -> Macros:
     """The definitions that make it one kernel."""
     tile = TILES[gates_of(recurrence)]
     return (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import eager, nvrtc
-from ostinato.kernels.nvrtc import SCALARS, address
+from ostinato.kernels.nvrtc import SCALARS, Macros, address
 from ostinato.kernels.recurrence.arguments import Call
 from ostinato.kernels.recurrence.nonlinear.cell import print_cell
 from ostinato.kernels.recurrence.symbolic.trace import Trace
@@ -24,7 +24,6 @@ CHANNELS = 1 << 14  # from which on all of time is one chunk
 PARALLEL = 1 << 17  # threads that the chunks of fewer channels make, if these are long enough
 SHORTEST = 64  # steps of a chunk
 PASSES = 5  # at most after the first, before a channel that has not converged is run as one chunk
-Macros = tuple[tuple[str, object], ...]
 
 
 @functools.cache

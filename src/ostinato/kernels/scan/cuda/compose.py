@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.nvrtc import SCALARS, address
+from ostinato.kernels.nvrtc import SCALARS, Macros, address
 from ostinato.kernels.scan.cuda.launch import describe_device
 from ostinato.kernels.scan.cuda.scans import along_channels
 
@@ -85,7 +85,7 @@ def _power_of_two(least: int) -> int:
 
 
 @functools.cache
-def macros(dtype: torch.dtype, vector: int, lanes: int) -> tuple[tuple[str, object], ...]:
+def macros(dtype: torch.dtype, vector: int, lanes: int) -> Macros:
     numbers = {"THREADS": THREADS, "AHEAD": AHEAD, "VEC": vector, "LANES": lanes}
     return (("SCALAR", SCALARS[dtype]), *numbers.items())
 
@@ -101,5 +101,5 @@ def _passing_kernel(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
     return nvrtc.load_kernel("pass_on", code, passing_macros(dtype), device)
 
 
-def passing_macros(dtype: torch.dtype) -> tuple[tuple[str, object], ...]:
+def passing_macros(dtype: torch.dtype) -> Macros:
     return (("SCALAR", SCALARS[dtype]), ("VEC", 1), ("THREADS", PASSING))

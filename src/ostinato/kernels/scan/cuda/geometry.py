@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ostinato.kernels.nvrtc import Macros
+
 
 class Geometry(NamedTuple):
     """The algorithm and the shape of its tiles; see ``scan.cu``."""
@@ -107,7 +109,7 @@ def macros(
     long_offsets: bool,
     copies_16_bytes: bool,
     pitches: Sequence[int],
-) -> tuple[tuple[str, object], ...]:
+) -> Macros:
     """The preprocessor definitions with which ``scan.cu`` is compiled."""
     return (
         ("ELEMENT", element),

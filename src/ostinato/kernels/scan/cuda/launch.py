@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import eager, nvrtc
-from ostinato.kernels.nvrtc import SCALARS, address
+from ostinato.kernels.nvrtc import SCALARS, Macros, address
 from ostinato.kernels.scan.cuda.choice import choose_geometry
 from ostinato.kernels.scan.cuda.criteria import Criteria, Device
 from ostinato.kernels.scan.cuda.geometry import Geometry, macros
@@ -147,7 +147,7 @@ class _Kernel(NamedTuple):
 
     geometry: Geometry
     shared: int  # bytes of a block
-    definitions: tuple[tuple[str, object], ...]
+    definitions: Macros
 
 
 def _choose_kernel(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> _Kernel:
@@ -266,7 +266,7 @@ def _with_maps(pack: Callable[..., bytes], problem: Problem, geometry: Geometry)
     return packed
 
 
-def _addressing(problem: Problem, geometry: Geometry, alignment: int) -> tuple[tuple[str, object], ...]:
+def _addressing(problem: Problem, geometry: Geometry, alignment: int) -> Macros:
     """What the kernel knows about the addresses of a narrow sequence, most of whose instructions compute them."""
     itemsize, descending = problem.dtype.itemsize, problem.reverse != problem.backward
     offsets = [geometry.tile // geometry.warps * problem.channels]
