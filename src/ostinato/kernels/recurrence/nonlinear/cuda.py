@@ -65,7 +65,7 @@ def _compile_ahead(
         for backward in ((False, True) if differentiated else (False,))
         for compose in ((True, False) if chunked else (False,))
     ]
-    of_links = [macros(dtype, False, True, dense=dense)] if chunked else []
+    of_links = [macros(dtype, backward=False, compose=True, dense=dense)] if chunked else []
     for definitions in {*of_steps, *of_links} - {of_steps[0]}:
         nvrtc.compile_ahead(source(trace), definitions, device)
 
@@ -95,15 +95,17 @@ def steps(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     if launches.chunks > 1:
         boundaries = launches.boundaries()
         # The first pass begins its chunks in zero, so that its states are no one's.
-        launches.steps(False, True, [*given, *_tensors([None] * trace.states), *others], boundaries)()
+        unsaved = [*given, *_tensors([None] * trace.states), *others]
+        launches.steps(unsaved, boundaries, backward=False, compose=True)()
         launches.link(boundaries, -1.0)()
         tolerance = torch.finfo(launches.compute).eps
-        passes = launches.steps(False, True, arguments, boundaries), launches.link(boundaries, tolerance)
+        compose = launches.steps(arguments, boundaries, backward=False, compose=True)
+        passes = compose, launches.link(boundaries, tolerance)
         for _ in range(PASSES):
             for launch in passes:
                 launch()
         done = boundaries.done
-    launches.steps(False, False, arguments, _NOWHERE._replace(done=done), chunks=1)()
+    launches.steps(arguments, _NOWHERE._replace(done=done), backward=False, chunks=1)()
     return states, last
 
 
@@ -135,12 +137,12 @@ def steps_backward(
     done = 0
     if launches.chunks > 1:
         boundaries = launches.boundaries()
-        launches.steps(True, True, [*arguments, 0], boundaries._replace(start=0, done=0))()
+        launches.steps([*arguments, 0], boundaries._replace(start=0, done=0), backward=True, compose=True)()
         launches.link(boundaries, math.inf)()
-        launches.steps(True, False, [*arguments, sums.data_ptr()], boundaries, chosen=1)()
+        launches.steps([*arguments, sums.data_ptr()], boundaries, backward=True, chosen=1)()
         done = boundaries.done
     of_whole = sums[-launches.sequences :].data_ptr()
-    launches.steps(True, False, [*arguments, of_whole], _NOWHERE._replace(done=done), chunks=1)()
+    launches.steps([*arguments, of_whole], _NOWHERE._replace(done=done), backward=True, chunks=1)()
     return sums.sum(0)[: len(parameters)], None if h0 is None else grad_initial  # type: ignore[return-value]
 
 
@@ -215,14 +217,24 @@ class _Launches:
 
     def steps(
         self,
-        backward: bool,
-        compose: bool,
         arguments: Sequence[int],
         boundaries: _Boundaries,
+        *,
+        backward: bool,
+        compose: bool = False,
         chunks: int | None = None,
         chosen: int = 0,
     ) -> Callable[[], None]:
-        """A function that takes all chunks through their steps; ``Arguments`` down to the gradients of parameters."""
+        """A function that takes all chunks through their steps.
+
+        Args:
+            arguments: ``Arguments`` of ``steps.cu`` down to the gradients of parameters.
+            boundaries: those of the chunks.
+            backward: whether gradients are computed, or states.
+            compose: whether chunks compute what leaves them, and how that depends on what enters them, for `link`.
+            chunks: how many, if not as many as the states take.
+            chosen: what `boundaries.done` says of the channels that are run.
+        """
         chunks = chunks or self.chunks
         numbers = *arguments, self._bounds, *self._marks, *boundaries[:4]
         sizes = self.sequences, self.length, self.channels, self._reverse, chunks, -(-self.length // chunks), chosen
@@ -235,7 +247,7 @@ class _Launches:
         number = "d" if self.compute == torch.float64 else "f"
         sizes = self.sequences, self.length, self.channels, self.chunks, -(-self.length // self.chunks)
         packed = struct.pack(f"5Q{number}5i", *boundaries[:4], self._bounds, tolerance, *sizes)
-        settings = macros(self._like.dtype, False, True, dense=self._dense)
+        settings = macros(self._like.dtype, backward=False, compose=True, dense=self._dense)
         return self._launch("link", settings, self.sequences, packed)
 
     def _launch(self, name: str, settings: Macros, tasks: int, packed: bytes) -> Callable[[], None]:
