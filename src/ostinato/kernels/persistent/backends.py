@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from ostinato.kernels.precision import layers_round
 IN_WAVES = ("cuda",)  # devices on which stacked layers can run at the same time
 
 
-def kernels_on(device: torch.device) -> Any:
+def kernels_on(device: torch.device) -> ModuleType:
     """The module with a device's kernels, imported lazily; the reference on other devices."""
     return _kernels_on(device.type)
 
 
 @functools.cache  # import_module costs more than a step
-def _kernels_on(device_type: str) -> Any:
+def _kernels_on(device_type: str) -> ModuleType:
     has_kernels = device_type in ("cpu", "cuda")
     return importlib.import_module(f"ostinato.kernels.persistent.{device_type}") if has_kernels else reference
 

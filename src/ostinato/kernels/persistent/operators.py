@@ -8,6 +8,7 @@ It runs through time once, and gets the weights' gradients by GEMMs.  The layer 
 
 from collections.abc import Callable, Sequence
 from itertools import compress
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +36,10 @@ class Executor(NamedTuple):
     Called with the operator's arguments, it returns its results, but None for those that are absent.
     """
 
-    kernels: Any
+    kernels: ModuleType  # the device's, or the reference
     plan: Plan
     rounds: bool  # whether products of float32 may be rounded to tf32
-    small: Any  # what computes the products of a small layer together, else None
+    small: ModuleType | None  # what computes the products of a small layer together, else None
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         given = Arguments(*args)
@@ -74,7 +75,7 @@ def executor_of(*args: Any) -> Executor:
     return Executor(kernels, plan, layers_round(given.x.device, given.x.dtype), _products_of_small(kernels, given))
 
 
-def _products_of_small(kernels: Any, given: Arguments) -> Any:
+def _products_of_small(kernels: ModuleType, given: Arguments) -> ModuleType | None:
     """What computes the products of a layer together, if it is small and there is such, else None."""
     small, hidden = getattr(kernels, "small", None), given.weight_hh.shape[1]
     if small is None:

@@ -2,14 +2,14 @@
 
 import functools
 import importlib
-from typing import Any
+from types import ModuleType
 
 from ostinato.kernels.scan import choose_backend
 from ostinato.kernels.scan.torch_ops import TorchBackend
 
 
 @functools.cache
-def kernels_on(backend: str, device_type: str, family: str = "linear") -> Any:
+def kernels_on(backend: str, device_type: str, family: str = "linear") -> ModuleType | None:
     """The module with the backend's kernels, of non-empty inputs; None for one that consists of PyTorch operations.
 
     ``cpu.py`` or ``cuda.py`` of the family of recurrences, "linear" or "nonlinear".

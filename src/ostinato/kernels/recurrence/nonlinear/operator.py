@@ -38,7 +38,9 @@ from ostinato.kernels.vmap import Groups
 @functools.lru_cache(maxsize=1024)
 def step_of(recurrence: str, batch: int, channels: int, dtype: torch.dtype) -> Any:
     """What makes one step on a CPU; see ``Step`` of ``cpu.py``."""
-    return kernels_on("cpu", "cpu", "nonlinear").Step(recurrence, batch, channels, dtype)
+    from ostinato.kernels.recurrence.nonlinear import cpu
+
+    return cpu.Step(recurrence, batch, channels, dtype)
 
 
 def _forward(
