@@ -76,7 +76,7 @@ class Products:
             self._kernel.launch(self._device, self._blocks, 32 * WARPS, parameters)
 
 
-def source(dtype: torch.dtype, rounds: bool) -> tuple[str, tuple[tuple[str, object], ...]]:
+def source(dtype: torch.dtype, rounds: bool) -> tuple[str, nvrtc.Macros]:
     """CUDA C++ and its preprocessor definitions."""
     narrow = dtype.itemsize == 2
     macros = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 2 if narrow else 1), ("TENSOR_CORES", int(rounds or narrow))
