@@ -1,5 +1,6 @@
 """Recurrences made of functions, against loops written out here over single sequences and steps."""
 
+import functools
 import inspect
 import itertools
 import math
@@ -178,6 +179,23 @@ def test_derivatives_of_derivatives_and_forward_mode(case):
     forwards = sum((w * m).sum() for w, m in zip(weights, moved, strict=True))
     backwards = sum((g * t).sum() for g, t in zip(grads, tangents, strict=True))
     assert torch.allclose(forwards, backwards, rtol=1e-12)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_a_slope_that_is_infinite_at_zero_is_not_taken_at_the_first_step(reverse, packed):
+    function = ostinato.recurrence(lambda h, x: torch.sqrt(h) + x)
+    x = (torch.rand(1, 6, 2, dtype=torch.float64) + 0.5).requires_grad_()
+    options = {"reverse": reverse, "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32) if packed else None}
+    found = []
+    for backend in ("auto", "torch"):
+        run = functools.partial(function, backend=backend, **options)
+        states, moved = torch.func.jvp(lambda x, run=run: run(x)[0], (x,), (torch.ones_like(x),))
+        (grad,) = torch.autograd.grad(run(x)[0].sum(), x, create_graph=True)
+        found.append((states, moved, grad, *torch.autograd.grad(grad.square().sum(), x)))
+    assert all(torch.isfinite(value).all() for value in found[1])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
 def stepped_in_no_grad(h, x, y):

@@ -86,12 +86,16 @@ def _linearised(
     dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """The states before each step, and the derivatives of those after it, which do not cross a reset."""
+    cu_seqlens, resets, reverse = order
+    if h0 is None and c0 is None:  # the zeros before the first steps do not move, but a slope there may be infinite
+        first = shift(torch.ones_like(states[0][..., :1]), None, reverse, cu_seqlens)[..., 0] == 0
+        resets = first if resets is None else resets | first
     before = [
-        zeroed(shift(x.to(dtype), first, order.reverse, order.cu_seqlens), order.resets)
-        for x, first in zip(states, (h0, c0), strict=False)
+        zeroed(shift(x.to(dtype), start, reverse, cu_seqlens), resets)
+        for x, start in zip(states, (h0, c0), strict=False)
     ]
     slopes = evaluate(trace.jacobian, [*before, *(x.to(dtype) for x in arguments)])
-    flat = [zeroed(x.expand(before[0].shape), order.resets) for x in slopes]
+    flat = [zeroed(x.expand(before[0].shape), resets) for x in slopes]
     return before, [flat[k : k + trace.states] for k in range(0, len(flat), trace.states)]
 
 
