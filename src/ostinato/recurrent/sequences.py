@@ -128,8 +128,8 @@ class SequenceLayers(MaskedLayers):
         tensors = [*weights, x, *states]
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         at_once, is_torchs = 2 if self.bidirectional else 1, False
-        if torch.compiler.is_compiling():  # planned at run time, also how many layers of a stack run at once
-            if not (self.bidirectional or packed) and device.type in IN_WAVES:
+        if torch.compiler.is_compiling():  # planned at run time, when trained also how many layers run at once
+            if training and not (self.bidirectional or packed) and device.type in IN_WAVES:
                 at_once = self.num_layers
         elif batch * steps > 0:
             ragged = has_several_lengths(input, batch, steps)

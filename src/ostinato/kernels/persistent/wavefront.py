@@ -196,7 +196,7 @@ class _InTurn(NamedTuple):
                 first = _times(results[-1][0], first[0]), *first[1:]
             own = first, *others
             results += _wavefront(*own)(*own) if others else [executor_of(*first)(*first)]
-        return results if Arguments(*calls[0]).training else _without_outputs(results)
+        return results
 
     def backward(self, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
         """The gradients of all inputs, given those of the results of each layer; of groups of one, differentiable."""
@@ -236,11 +236,6 @@ def _of_group(part: Any, size: int) -> Any:
     return own
 
 
-def _without_outputs(results: list[tuple]) -> list[tuple]:
-    """Without those of the lower layers, which without gradients nothing needs."""
-    return [*((result[1].new_empty(0), *result[1:]) for result in results[:-1]), results[-1]]
-
-
 def _planned(*calls: tuple) -> _InTurn:
     """As many layers at once as are faster, for calls that are not planned: the compiled ones."""
     first = Arguments(*calls[0])
@@ -254,8 +249,7 @@ def _backward_in_turn(groups: _InTurn, parts: Sequence[Any], grads: Sequence[Seq
 
 
 def _empty(*calls: tuple) -> list[tuple]:
-    results = [empty_results(*layer) for layer in _layers(calls)]
-    return results if Arguments(*calls[0]).training else _without_outputs(results)
+    return [empty_results(*layer) for layer in _layers(calls)]
 
 
 def _separately(*calls: tuple) -> list[tuple]:
