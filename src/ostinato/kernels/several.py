@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.kernels import export
 from ostinato.kernels.dispatch import apply_of, autograd_function, or_empty
 from ostinato.kernels.eager import is_differentiated, is_eager
 from ostinato.kernels.vmap import vmap_rule
@@ -61,7 +62,7 @@ def of_several(
     def several(*calls: tuple) -> Any:
         if is_eager(_joined(calls)):
             return prepared(*calls)(*calls)
-        runs_as_one = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+        runs_as_one = torch.compiler.is_dynamo_compiling() and not export.is_portable()
         return compiled(*calls) if runs_as_one else separately(*calls)
 
     several.prepared = prepared  # type: ignore[attr-defined]
