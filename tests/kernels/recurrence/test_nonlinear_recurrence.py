@@ -378,6 +378,15 @@ def test_complex_dtypes_conjugates_and_compilation():
     assert torch.equal(torch.compile(power, fullgraph=True, backend="aot_eager")(a, b), power(a, b))
 
 
+def test_complex_input_that_is_changed_before_the_backward_is_told_as_real_input_is():
+    a, b, _ = complex_inputs(2, 5, 3)
+    a = 1 * a.requires_grad_()
+    h, _ = ostinato.linear_scan(a, b)
+    a.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        h.abs().sum().backward()
+
+
 def test_bad_complex_input_is_named():
     a, b, h0 = complex_inputs(2, 5, 3)
     with pytest.raises(TypeError, match="h0 must be real as a and b are; got a tensor of"):

@@ -41,5 +41,6 @@ def linear_scan(
     return torch.complex(h, h_imaginary), torch.complex(last, last_imaginary)
 
 
-def _parts(x: Tensor) -> tuple[Tensor, ...]:
-    return torch.view_as_real(x.resolve_conj()).unbind(-1)
+def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    parts = torch.view_as_real(x.resolve_conj())
+    return parts.select(-1, 0), parts.select(-1, 1)  # by unbind, a later change of x in place is another error
