@@ -183,8 +183,9 @@ def test_derivatives_of_derivatives_and_forward_mode(case):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-def test_a_slope_that_is_infinite_at_zero_is_not_taken_at_the_first_step(reverse, packed):
-    function = ostinato.recurrence(lambda h, x: torch.sqrt(h) + x)
+@pytest.mark.parametrize("equation", [lambda h, x: torch.sqrt(h) + x, lambda h, x: torch.sqrt(h) * x + x])
+def test_a_slope_that_is_infinite_at_zero_is_not_taken_at_the_first_step(equation, reverse, packed):
+    function = ostinato.recurrence(equation)
     x = (torch.rand(1, 6, 2, dtype=torch.float64) + 0.5).requires_grad_()
     options = {"reverse": reverse, "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32) if packed else None}
     found = []

@@ -94,7 +94,9 @@ def _linearised(
         zeroed(shift(x.to(dtype), start, reverse, cu_seqlens), resets)
         for x, start in zip(states, (h0, c0), strict=False)
     ]
-    slopes = evaluate(trace.jacobian, [*before, *(x.to(dtype) for x in arguments)])
+    # Those that do not count are taken elsewhere: their own derivatives, times zeros, are NaN if they are infinite.
+    places = [zeroed(x, resets, zero=0.5) for x in before]
+    slopes = evaluate(trace.jacobian, [*places, *(x.to(dtype) for x in arguments)])
     flat = [zeroed(x.expand(before[0].shape), resets) for x in slopes]
     return before, [flat[k : k + trace.states] for k in range(0, len(flat), trace.states)]
 
