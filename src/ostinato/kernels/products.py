@@ -63,6 +63,7 @@ class Products:
     """
 
     def __init__(self, products: Sequence[Product], dtype: torch.dtype, rounds: bool, device: int) -> None:
+        assert len(products) <= _PRODUCTS, "the kernel's parameters have room for no more"
         packed = b"".join(product.packed() for product in products)
         self._packed = packed.ljust(_PRODUCTS * (4 * _FACTOR.size + _PRODUCT.size), b"\0")
         self._blocks, self._device = sum(product.tiles for product in products), device
