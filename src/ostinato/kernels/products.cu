@@ -4,9 +4,9 @@
 // A block computes a tile of one of them.  Its warps share the summed dimension, each every WARPS-th slab of it, and
 // their parts are added up at the end, always in the same order.  On tensor cores numbers of 16 bits are tf32 exactly.
 
-constexpr int WARPS = 8, TILE = 32, SLAB = 16, STRIDE = WARPS * SLAB;  // between slabs of a warp
+constexpr int SLAB = 16, STRIDE = WARPS * SLAB;  // places of the summed dimension: of a slab, and to a warp's next one
 constexpr int VECTOR = 4, VECTORS = SLAB / VECTOR;  // numbers that a lane loads together, and how often of a slab
-constexpr int TENSORS = 12, PRODUCTS = 8;
+static_assert(TILE == 32, "a warp's lanes divide the slabs of such tiles");
 
 struct Factor {
     long long begin;  // its first element

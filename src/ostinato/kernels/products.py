@@ -80,5 +80,6 @@ class Products:
 def source(dtype: torch.dtype, rounds: bool) -> tuple[str, nvrtc.Macros]:
     """CUDA C++ and its preprocessor definitions."""
     narrow = dtype.itemsize == 2
-    macros = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 2 if narrow else 1), ("TENSOR_CORES", int(rounds or narrow))
-    return nvrtc.source("numeric.cuh", "products.cu"), macros
+    sizes = ("WARPS", WARPS), ("TILE", TILE), ("TENSORS", _TENSORS), ("PRODUCTS", _PRODUCTS)
+    scalar = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 2 if narrow else 1), ("TENSOR_CORES", int(rounds or narrow))
+    return nvrtc.source("numeric.cuh", "products.cu"), (*scalar, *sizes)
