@@ -7,7 +7,10 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import ostinato
 from ostinato.kernels import several, streams
@@ -263,6 +266,35 @@ def test_compiled_samples_of_both_directions(fresh_compiler):
     with torch._dynamo.config.patch(allow_rnn=True):
         every = torch.compile(torch.vmap(lambda one: layer(one)[0]), fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(every, torch.stack([layer(one)[0] for one in x]))
+
+
+ONE_OPERATOR = [{"num_layers": 1, "bidirectional": True}, {"num_layers": 3}]
+
+
+@pytest.mark.parametrize("at_once", [("the CPU's", 2)], indirect=True)
+@pytest.mark.parametrize("options", [{"num_layers": 1}, *ONE_OPERATOR])
+def test_gradients_lie_in_memory_as_compilers_are_told(options, at_once, monkeypatch, fresh_compiler):
+    """Contiguous, also of inputs that are not, and of states in memory that loops pad."""
+    monkeypatch.setattr(sequences, "IN_WAVES", ("cpu",))
+    layer, strides = stack("GRU", **options), []
+    x, hx = inputs(layer, 2, LENGTH)
+    x, hx = x.flatten(0, 1).T.contiguous().T.unflatten(0, (LENGTH, 2)), hx.mT.contiguous().mT
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            results = function(*args, **(kwargs or {}))
+            if function._schema.name.endswith("_backward") and function.namespace == "ostinato":
+                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                    fake = function(*tree_map_only(torch.Tensor, mode.from_tensor, args))
+                strides.extend((y.stride(), z.stride()) for y, z in zip(results, fake, strict=True))
+            return results
+
+    with torch._dynamo.config.patch(allow_rnn=True):
+        output, _ = torch.compile(layer, fullgraph=True, backend="eager")(x.requires_grad_(), hx.requires_grad_())
+    with Watch():
+        output.sum().backward()
+    assert len(strides) >= 5
+    assert all(ours == told for ours, told in strides)
 
 
 def test_pruned_layers(at_once):

@@ -117,7 +117,7 @@ def one_operator(
         with torch.no_grad():
             found = backward(prepare(*calls), parts, [grads for _, grads in each])
             return [
-                torch.zeros_like(x) if grad is None else grad
+                x.new_zeros(x.shape) if grad is None else grad
                 for call, part, of_call in zip(calls, parts, found, strict=True)
                 for x, grad, needed in zip(call, of_call, part.needs_input_grad, strict=True)
                 if needed
@@ -127,7 +127,7 @@ def one_operator(
         parts = [part for part, _ in _parts(form, numbers, tensors)]
         each = zip(map(arguments_of, parts), parts, strict=True)
         return [
-            torch.empty_like(x)
+            x.new_empty(x.shape)  # contiguous, as kernels write gradients, whatever x is
             for call, part in each
             for x, needed in zip(call, part.needs_input_grad, strict=True)
             if needed

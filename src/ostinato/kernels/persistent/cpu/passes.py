@@ -104,7 +104,7 @@ def backward(
     sizes = {"batch": batch, "hidden": hidden, "reverse": reverse, "grad_row": grad_row}
     if not _run(loop, loops.BackwardWork, how, weights, arrays, **sizes):
         return backward(layer, saved, upstream, plan._replace(path="dense"))
-    return grads, of_units.reshape(batch, -1)[:, :hidden], dc if lstm else None, grads
+    return grads, of_units.reshape(batch, -1)[:, :hidden].contiguous(), dc if lstm else None, grads
 
 
 class _Weights(NamedTuple):
