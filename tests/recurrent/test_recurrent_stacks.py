@@ -271,6 +271,20 @@ def test_compiled_samples_of_both_directions(fresh_compiler):
 ONE_OPERATOR = [{"num_layers": 1, "bidirectional": True}, {"num_layers": 3}]
 
 
+@pytest.mark.parametrize("options", ONE_OPERATOR)
+@pytest.mark.parametrize("at_once", [("reference", 2)], indirect=True)
+def test_compiled_tangents(options, at_once, monkeypatch, fresh_compiler):
+    monkeypatch.setattr(sequences, "IN_WAVES", ("cpu",))
+    layer, x = stack("GRU", **options), torch.randn(LENGTH, 2, 5, dtype=torch.float64)
+
+    def pushed(x, tangent):
+        return torch.func.jvp(lambda x: layer(x)[0], (x,), (tangent,))
+
+    with torch._dynamo.config.patch(allow_rnn=True):
+        found = torch.compile(pushed, backend="eager")(x, x.cos())
+    torch.testing.assert_close(found, pushed(x, x.cos()), rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("at_once", [("the CPU's", 2)], indirect=True)
 @pytest.mark.parametrize("options", [{"num_layers": 1}, *ONE_OPERATOR])
 def test_gradients_lie_in_memory_as_compilers_are_told(options, at_once, monkeypatch, fresh_compiler):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ostinato.kernels import export
 from ostinato.kernels.dispatch import apply_of, autograd_function, or_empty
@@ -62,7 +63,8 @@ def of_several(
     def several(*calls: tuple) -> Any:
         if is_eager(_joined(calls)):
             return prepared(*calls)(*calls)
-        runs_as_one = torch.compiler.is_dynamo_compiling() and not export.is_portable()
+        is_pushed = forward_ad._current_level >= 0  # then this operator, unlike that of one call, would lose tangents
+        runs_as_one = torch.compiler.is_dynamo_compiling() and not (export.is_portable() or is_pushed)
         return compiled(*calls) if runs_as_one else separately(*calls)
 
     several.prepared = prepared  # type: ignore[attr-defined]
