@@ -285,6 +285,26 @@ def test_compiled_tangents(options, at_once, monkeypatch, fresh_compiler):
     torch.testing.assert_close(found, pushed(x, x.cos()), rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("options", ONE_OPERATOR)
+@pytest.mark.parametrize("at_once", [("reference", 2)], indirect=True)
+def test_compiled_derivatives_of_gradients_and_jacobians(options, at_once, monkeypatch, fresh_compiler):
+    """Where the backend leaves gradients to autograd."""
+    monkeypatch.setattr(sequences, "IN_WAVES", ("cpu",))
+    layer = stack("LSTM", **options)
+    x, hx = inputs(layer, 2, 19)
+    wanted = [t.requires_grad_() for t in leaves(layer, x, hx)]
+
+    def found(module):
+        output = module(x, hx)[0].square().sum((0, 1))
+        rows = torch.autograd.grad(output, wanted, torch.eye(len(output)).double(), True, is_grads_batched=True)
+        first = torch.autograd.grad(output.sum(), wanted, create_graph=True)
+        return rows, torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
+
+    with torch._dynamo.config.patch(allow_rnn=True):
+        ours = found(torch.compile(layer, fullgraph=True, backend="eager"))
+    torch.testing.assert_close(ours, found(layer), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("at_once", [("the CPU's", 2)], indirect=True)
 @pytest.mark.parametrize("options", [{"num_layers": 1}, *ONE_OPERATOR])
 def test_gradients_lie_in_memory_as_compilers_are_told(options, at_once, monkeypatch, fresh_compiler):

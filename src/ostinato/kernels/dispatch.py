@@ -68,7 +68,7 @@ def operator(
             return transformed.apply(*args)
         if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled() and any(map(_has_tangent, tensors)):
             return transformed.apply(*args) if composite is None else composite(*args)
-        if composite is not None and is_variadic and any(map(_is_batched, tensors)):
+        if composite is not None and is_variadic and any(map(is_batched, tensors)):
             return composite(*args)  # PyTorch's fallback for these batches, a call for each row, takes no lists
         return registered(*args)
 
@@ -271,14 +271,14 @@ def apply_of(function: Any) -> Callable:
     return super(torch.autograd.Function, function).apply
 
 
-def _is_batched(x: Tensor) -> bool:
+def is_batched(x: Tensor) -> bool:
     """Whether it is a batch of torch.autograd's, such as of ``is_grads_batched``, not of torch.func's."""
     return torch._C._dispatch_keys(x).has("Batched")
 
 
 def _has_tangent(x: Tensor) -> bool:
     # PyTorch cannot tell of these batches, which are tangents and have none.
-    return not _is_batched(x) and forward_ad.unpack_dual(x).tangent is not None
+    return not is_batched(x) and forward_ad.unpack_dual(x).tangent is not None
 
 
 def or_empty(grad: Tensor | None, like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ostinato.kernels import export
-from ostinato.kernels.dispatch import apply_of, autograd_function, or_empty
+from ostinato.kernels.dispatch import apply_of, autograd_function, is_batched, or_empty
 from ostinato.kernels.eager import is_differentiated, is_eager
 from ostinato.kernels.vmap import vmap_rule
 
@@ -95,7 +95,9 @@ def one_operator(
 ) -> Callable:
     """The function as an operator in ``torch.library``, ``ostinato::name``, with another for its gradients.
 
-    The arguments are as those of :func:`of_several`; ``arguments_of(part)`` are a call's, of what it has saved, and
+    The arguments are as those of :func:`of_several`, but where gradients may be differentiated, or are batches,
+    ``backward`` is given None for the function, and must then use no other operator of several calls;
+    ``arguments_of(part)`` are a call's, of what it has saved, and
     ``fake(*calls)`` tensors like all results.  What the calls hold beside tensors and numbers, which may be symbols to
     a compiler, is in a text.
     """
@@ -147,6 +149,12 @@ def one_operator(
         flags = iter(ctx.needs_input_grad[2])
         needed = [[is_tensor and next(flags) for is_tensor in call] for call in ctx.calls]
         saved, of_results = (_split(x, len(needed)) for x in (ctx.saved_tensors, grads))
+        if torch.is_grad_enabled() or any(x is not None and is_batched(x) for x in grads):
+            # Only operators of one call have derivatives themselves, and a rule for the rows of a Jacobian.
+            own = zip(ctx.parts, saved, needed, strict=True)
+            apart = backward(None, [part.with_saved(*kept) for part, *kept in own], of_results)
+            of_all = zip(itertools.chain(*ctx.calls), itertools.chain(*apart), strict=True)
+            return None, None, [grad for is_tensor, grad in of_all if is_tensor]
         fields = zip(saved, (part.settings for part in ctx.parts), of_results, needed, strict=True)
         found = iter(gradient(*_flattened([*itertools.chain(*fields)])))
         each = zip(itertools.chain(*ctx.calls), itertools.chain(*needed), strict=True)

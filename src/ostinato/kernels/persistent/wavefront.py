@@ -244,8 +244,10 @@ def _planned(*calls: tuple) -> _InTurn:
     return _in_turn(len(calls), 1 if call.packed else layers_at_once(first.mask_hh, call, len(calls)))
 
 
-def _backward_in_turn(groups: _InTurn, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
-    return groups.backward(parts, grads)
+def _backward_in_turn(
+    groups: _InTurn | None, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]
+) -> list[tuple]:
+    return (groups or _in_turn(len(parts), 1)).backward(parts, grads)
 
 
 def _empty(*calls: tuple) -> list[tuple]:
