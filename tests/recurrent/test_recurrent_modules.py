@@ -308,6 +308,18 @@ def test_export():
 
 
 @by("the CPU's")
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_lstm_exported_without_gradients_refuses_them(strict, fresh_compiler):
+    """Whose backward would read beyond the end of what is not kept."""
+    layer, x = make("LSTM", 5, 8, bidirectional=True), torch.randn(20, 2, 5)
+    with torch._dynamo.config.patch(allow_rnn=True), torch.no_grad():
+        exported = torch.export.export(layer, (x,), strict=strict).module()
+    assert_same(exported(x), layer(x), 1e-6)
+    with pytest.raises(RuntimeError, match="export it with gradients enabled"):
+        exported(x)[0].sum().backward()
+
+
+@by("the CPU's")
 def test_gradients_that_could_be_differentiated_use_the_kernels(monkeypatch):
     layer, x, passes = make("GRU", 5, 32, dtype=F64), torch.randn(3, 20, 1, 5, dtype=F64), []
     loops = backends.kernels_on(x.device)

@@ -273,6 +273,10 @@ def saved_by(executor: Executor, given: Arguments, kept: tuple[Tensor, Tensor | 
     """What the kernels' backward takes of the forward: h, c and gates as it kept them, or the gates computed again."""
     h, c, gates = kept
     rnn, lstm, gru = given.cell.startswith("rnn"), given.cell == "lstm", given.cell == "gru"
+    if lstm and (c is None or c.shape != h.shape):  # kernels would read beyond its end
+        raise RuntimeError(
+            "an LSTM exported without gradients keeps nothing for them: export it with gradients enabled"
+        )
     pre: Any = h if rnn else gates
     candidate = c if gru else None
     if not rnn and (executor.kernels is reference or pre is None or not pre.numel()):
