@@ -95,11 +95,10 @@ def one_operator(
 ) -> Callable:
     """The function as an operator in ``torch.library``, ``ostinato::name``, with another for its gradients.
 
-    The arguments are as those of :func:`of_several`, but where gradients may be differentiated, or are batches,
-    ``backward`` is given None for the function, and must then use no other operator of several calls;
-    ``arguments_of(part)`` are a call's, of what it has saved, and
-    ``fake(*calls)`` tensors like all results.  What the calls hold beside tensors and numbers, which may be symbols to
-    a compiler, is in a text.
+    The arguments are as those of :func:`of_several`; ``arguments_of(part)`` are a call's, of what it has saved, and
+    ``fake(*calls)`` tensors like all results.  Where gradients may be differentiated, or are batches, ``backward`` is
+    given None for the function, and must then use no other operator of several calls.  What the calls hold beside
+    tensors and numbers, which may be symbols to a compiler, is in a text.
     """
 
     def run(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
