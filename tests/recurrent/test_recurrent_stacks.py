@@ -256,8 +256,10 @@ def test_operators_of_several_layers_are_well_formed(at_once):
     rest = None, None, None, None, None, 4, "lstm", False, True, None, 3
     calls = [(first, None, None, *weights, *rest) for first in (x, None, None)]
     torch.library.opcheck(torch.ops.ostinato.stacked_layers, several._flattened(calls))
-    both = [(x, None, None, *weights, *rest[:-4], reverse, True, None, 2) for reverse in (False, True)]
-    torch.library.opcheck(torch.ops.ostinato.recurrent_layers, several._flattened(both))
+    of_rnn = [weight[:6].detach().requires_grad_() for weight in weights]  # which keeps neither c nor gates
+    for cell, own in (("lstm", weights), ("rnn_tanh", of_rnn)):
+        both = [(x, None, None, *own, *rest[:-5], cell, reverse, True, None, 2) for reverse in (False, True)]
+        torch.library.opcheck(torch.ops.ostinato.recurrent_layers, several._flattened(both))
 
 
 def test_compiled_samples_of_both_directions(fresh_compiler):

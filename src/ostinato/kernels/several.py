@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ostinato.kernels import export
-from ostinato.kernels.dispatch import apply_of, autograd_function, is_batched, or_empty
+from ostinato.kernels.dispatch import apply_of, autograd_function, is_batched
 from ostinato.kernels.eager import is_differentiated, is_eager
 from ostinato.kernels.vmap import vmap_rule
 
@@ -91,14 +91,21 @@ def _eager(name: str, setup_context: Callable, backward: Callable) -> Callable:
 
 
 def one_operator(
-    name: str, prepare: Callable, setup_context: Callable, backward: Callable, arguments_of: Callable, fake: Callable
+    name: str,
+    prepare: Callable,
+    setup_context: Callable,
+    backward: Callable,
+    arguments_of: Callable,
+    fake: Callable,
+    whole: Callable,
 ) -> Callable:
     """The function as an operator in ``torch.library``, ``ostinato::name``, with another for its gradients.
 
-    The arguments are as those of :func:`of_several`; ``arguments_of(part)`` are a call's, of what it has saved, and
-    ``fake(*calls)`` tensors like all results.  Where gradients may be differentiated, or are batches, ``backward`` is
-    given None for the function, and must then use no other operator of several calls.  What the calls hold beside
-    tensors and numbers, which may be symbols to a compiler, is in a text.
+    The arguments are as those of :func:`of_several`.  ``arguments_of(part)`` are a call's, of what it has saved;
+    ``fake(*calls)`` are tensors like all results, and ``whole(call, result)`` those of a call with what the function
+    may have left out.  Where gradients may be differentiated, or are batches, ``backward`` is given None for the
+    function, and must then use no other operator of several calls.  What the calls hold beside tensors and numbers,
+    which may be symbols to a compiler, is in a text.
     """
 
     def run(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -107,7 +114,7 @@ def one_operator(
             return run_fake(form, numbers, tensors)
         with torch.no_grad():
             results = prepare(*calls)(*calls)
-        return [or_empty(x, tensors[0]) for result in results for x in result]
+        return [x for call, result in zip(calls, results, strict=True) for x in whole(call, result)]
 
     def run_fake(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
         return [x for result in fake(*_unflattened(form, numbers, tensors)) for x in result]

@@ -19,6 +19,7 @@ from ostinato.kernels.persistent.operators import (
     grad,
     inputs,
     recurrent_layer,
+    whole,
 )
 from ostinato.kernels.several import of_several, one_operator
 from ostinato.kernels.streams import beside
@@ -55,6 +56,6 @@ def _empty(*calls: tuple) -> list[tuple]:
     return [empty_results(*call) for call in calls]
 
 
-_compiled = one_operator("recurrent_layers", _both, context, _backward, inputs, _empty)
+_compiled = one_operator("recurrent_layers", _both, context, _backward, inputs, _empty, whole)
 recurrent_layers = of_several("recurrent_layers", _separately, _both, context, _backward, _compiled)
 """Both directions' ``recurrent_layer``, given the arguments of each."""

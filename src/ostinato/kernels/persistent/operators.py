@@ -130,7 +130,12 @@ def _recurrent_layer(
     args = *tensors, batch, cell, reverse, training, path, at_once
     if not batch:
         return empty_results(*args)  # which have no elements
-    output, h_n, c_n, c, gates = executor_of(*args)(*args)
+    return whole(args, executor_of(*args)(*args))
+
+
+def whole(args: tuple, results: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """An executor's results as the operator's, with empty tensors for absent ones."""
+    output, h_n, c_n, c, gates = results
     if c is None:
         given = Arguments(*args)
         c = output.new_empty(len(output), _kept_widths(given)[0], dtype=_dtype_of_c(given))

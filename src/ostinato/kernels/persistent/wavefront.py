@@ -32,6 +32,7 @@ from ostinato.kernels.persistent.operators import (
     of_input,
     recurrent_layer,
     saved_by,
+    whole,
 )
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.several import of_several, one_operator
@@ -261,7 +262,7 @@ def _separately(*calls: tuple) -> list[tuple]:
     return results
 
 
-_compiled = one_operator("stacked_layers", _planned, context, _backward_in_turn, inputs, _empty)
+_compiled = one_operator("stacked_layers", _planned, context, _backward_in_turn, inputs, _empty, whole)
 stacked_layers = of_several("stacked_layers", _separately, _wavefront, context, _backward, _compiled)
 """The ``recurrent_layer`` of each of stacked layers, given its arguments.
 
