@@ -249,6 +249,21 @@ def test_compiled_stacks_are_one_operator_when_trained(cell, options, at_once, m
 
 
 @pytest.mark.parametrize("at_once", [("the CPU's", 2)], indirect=True)
+def test_compiled_layers_run_one_by_one_where_no_kernel_fits_them_at_once(at_once, monkeypatch, fresh_compiler):
+    kernels = backends.kernels_on(torch.device("cpu"))
+    plan = kernels.make_plan()
+    monkeypatch.setattr(kernels, "make_plan", lambda call, *_: no_kernel("a test") if call.at_once == 2 else plan)
+    monkeypatch.setattr(kernels, "portions", None)
+    monkeypatch.setattr(sequences, "IN_WAVES", ("cpu",))
+    layer = stack("GRU")
+    compiled, other = torch.compile(layer, fullgraph=True, backend="aot_eager"), twin(layer)
+    x, hx = inputs(layer, 4, LENGTH)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        for ours, expected in zip(gradients(compiled, x, hx), gradients(other, x, hx), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("at_once", [("the CPU's", 2)], indirect=True)
 def test_operators_of_several_layers_are_well_formed(at_once):
     torch.manual_seed(0)
     shapes = (4 * LENGTH, 6), (24, 6), (24, 6)

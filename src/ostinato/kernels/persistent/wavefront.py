@@ -16,7 +16,7 @@ from ostinato.kernels.dispatch import or_empty
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import gradient_of_input
 from ostinato.kernels.persistent.arguments import INPUTS, TENSORS, Arguments, Layer, Saved
-from ostinato.kernels.persistent.backends import is_captured, layers_at_once
+from ostinato.kernels.persistent.backends import is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.persistent.operators import (
     NOTHING,
@@ -242,7 +242,14 @@ def _planned(*calls: tuple) -> _InTurn:
     first = Arguments(*calls[0])
     captured = first.mask_hh is None and is_captured(first.x.device)  # in a capture masks cannot be packed
     call = call_of(first)._replace(at_once=1, captured=captured)
-    return _in_turn(len(calls), 1 if call.packed else layers_at_once(first.mask_hh, call, len(calls)))
+    groups = _in_turn(len(calls), 1 if call.packed else layers_at_once(first.mask_hh, call, len(calls)))
+    masks = [Arguments(*given).mask_hh for given in calls]
+    fit = (
+        plan_layer(masks[i], call._replace(at_once=len(group), captured=False)).has_kernel
+        for group in groups.groups
+        for i in group
+    )
+    return groups if len(groups.groups) == len(calls) or all(fit) else _in_turn(len(calls), 1)
 
 
 def _backward_in_turn(
