@@ -85,6 +85,14 @@ def test_the_products_of_gradients_are_those_of_the_layer(cell, h0, reverse):
             torch.testing.assert_close(result, expected[name], rtol=1e-12, atol=1e-12)
 
 
+def test_captures_prepare_for_kernels_alone(monkeypatch):
+    """What they call may not be installed where none runs."""
+    monkeypatch.setattr(operators, "is_captured", lambda _: True)
+    monkeypatch.setattr(operators.cublas, "create_handle", None)
+    given, *_ = inputs("gru", (3, 20, 4, 5), dtype=f16)  # which no loop on a CPU takes
+    assert operators.executor_of(*given).kernels is reference
+
+
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
 @pytest.mark.parametrize(("dtype", "rounds"), [(f32, False), (f32, True), (f16, False), (bf16, False)])
 def test_products_compile_without_a_gpu(architecture, dtype, rounds):

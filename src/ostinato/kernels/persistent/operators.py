@@ -70,7 +70,7 @@ def executor_of(*args: Any) -> Executor:
     given = Arguments(*args)
     plan = plan_layer(given.mask_hh, call_of(given))
     kernels = kernels_on(given.x.device) if plan.has_kernel else reference
-    if is_captured(given.x.device):
+    if plan.has_kernel and is_captured(given.x.device):
         cublas.create_handle(given.x.device)  # calls before the capture may not have needed one
     return Executor(kernels, plan, layers_round(given.x.device, given.x.dtype), _products_of_small(kernels, given))
 
