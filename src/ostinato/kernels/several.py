@@ -225,13 +225,16 @@ def _flattened(calls: Sequence[Sequence[Any]]) -> tuple[str, list[int], list[Ten
 
 def _unflattened(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[tuple]:
     """The calls of these texts, numbers and tensors."""
-    kinds: dict[str, Iterator[Any]] = {_TENSOR: iter(tensors), _NUMBER: iter(numbers)}
-    return [tuple(next(kinds[x]) if x in kinds else ast.literal_eval(x) for x in call) for call in _words(form)]
+    given: dict[Any, Iterator[Any]] = {Tensor: iter(tensors), int: iter(numbers)}
+    return [tuple([next(given[x]) if x in given else x for x in call]) for call in _constants(form)]
 
 
 @functools.lru_cache(1024)
-def _words(form: str) -> list[list[str]]:
-    return [call.split(",")[:-1] for call in form.split(";")[:-1]]
+def _constants(form: str) -> list[list[Any]]:
+    """Those of each call, and the types of what else there is; cached, as to parse them takes as long as a layer."""
+    types = {_TENSOR: Tensor, _NUMBER: int}
+    words = (call.split(",")[:-1] for call in form.split(";")[:-1])
+    return [[types[x] if x in types else ast.literal_eval(x) for x in call] for call in words]
 
 
 def _joined(calls: Sequence[tuple]) -> list[Any]:

@@ -19,8 +19,9 @@ from ostinato.kernels.scan.cuda.launch import Problem, Scan, Strides
 from ostinato.kernels.scan.cuda.scans import Element, along_channels, last_state, prepare_scan
 
 MOST_AT_ONCE, STEP_WARPS = 8, 4  # of the one-kernel step: sequences, whose sums a warp accumulates; warps of a block
-# Weights, once for each group of sequences, beyond which cuBLAS's products of many are faster; by bytes of one.
-MOST_READ = {2: 1 << 22, 4: 1 << 23, 8: 1 << 23}
+# Weights, once for each group of sequences, beyond which cuBLAS's products of many are faster; by bytes of one.  In 16
+# bits, on tensor cores, they are so from half as many on, but launching product and scan takes the host twice as long.
+MOST_READ = {2: 1 << 23, 4: 1 << 24, 8: 1 << 24}
 
 
 def scan(recurrence: str, h0: Tensor | None, order: Order, *arguments: Tensor) -> tuple[Tensor, Tensor]:
