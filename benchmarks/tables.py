@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.bench.learning import plots as learning_plots
-from ostinato.bench.plots import ratios_of
+from ostinato.bench.plots import RATIOS
 from ostinato.bench.shapes import KERNELS
 from ostinato.files import replacing
 from rendering import examples, gpus, kernels, learning, papers, plots, runs
 from rendering.headlines import headlines
 from rendering.runs import Record
-from rendering.speeds import calls, comparison, error, gradients, layers, milliseconds, share
+from rendering.speeds import calls, comparison, drawn, error, gradients, layers, milliseconds, share
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?s)(<!-- figures: ([a-z0-9-]+) -->\n)(.*?)(<!-- /figures -->)")
@@ -41,7 +41,7 @@ PLOTS: dict[str, Callable[[Record], Any]] = {
     "tinyshakespeare-gpu": plots.curve_of,
     "scan-gpu": plots.comparison_of,
     "layer-gpu": plots.comparison_of,
-    "training-sweep-gpu": ratios_of,
+    **{f"{benchmark}-gpu": figure for benchmark, figure in RATIOS.items()},
 }
 
 
@@ -110,6 +110,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-errors": partial(gradients, "training-gpu"),
     "training-sweep": partial(
         plot_alone, "training-sweep-gpu", "The time of cuDNN over ours, by hidden size and batch"
+    ),
+    "training-random": partial(
+        with_plot, drawn, "training-random-gpu", "The time of cuDNN over ours, of layers of random sizes"
     ),
     "training-cpu": partial(layers, "training-cpu", pass_name="forward+backward"),
     "inference-cpu": partial(layers, "training-cpu"),

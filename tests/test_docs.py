@@ -116,8 +116,8 @@ def results(tmp_path, monkeypatch):
 def test_training_is_shown_once_it_is_measured(results):
     work = Training("LSTM", 16, 2, 10, dtype=torch.float32, who=("Ostinato", "torch.nn"))
     (record,) = measure(work, torch.device("cpu"), 0.01)
-    names = ["training", "training-errors", "training-sweep", "training-cpu", "inference-cpu"]
-    assert [tables.table_of(name) for name in names] == [runs.UNMEASURED] * 5
+    names = ["training", "training-errors", "training-sweep", "training-random", "training-cpu", "inference-cpu"]
+    assert [tables.table_of(name) for name in names] == [runs.UNMEASURED] * 6
 
     ours, theirs = (record["contestants"][name] for name in ("Ostinato", "torch.nn"))
     ours |= {"microseconds_a_step": 2.0, "seconds": 2.0, "extra_memory_bytes": 3e6}

@@ -67,6 +67,12 @@ def layers(
     return runs.sourced(report.recurrent_layers(records, run["device_type"], leave_out), name)
 
 
+def drawn(name: str) -> str:
+    """The layers of a run that were drawn at random, after what is to be said of all."""
+    run = runs.load(name)
+    return f"{report.summary(run['results'])}\n\n{layers(name, pass_name='forward+backward')}"
+
+
 def gradients(name: str) -> str:
     """Each gradient's error, and the memory that a call takes: ours, and ``torch.nn``'s beside it."""
     parts = {"input": ("input",), "initial states": ("h0", "c0"), "input weights": ("weight_ih",)}

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -360,6 +361,51 @@ def test_a_sweep_of_training_is_drawn(tmp_path):
     ratios = [f"{report.speedup(record):.2g}" for record in content["results"]]
     assert [text.get_text() for text in panel.texts] == ratios
     assert {text.get_fontstyle() for text in panel.texts} == {"italic"}  # torch's own loops, says the plan
+
+
+def test_layers_of_random_sizes_are_those_of_the_seed(tmp_path):
+    on_gpu = shapes.random_layers(torch.device("cuda"), 400, 0)
+    assert (
+        on_gpu
+        == shapes.random_layers(torch.device("cuda"), 400, 0)
+        != shapes.random_layers(torch.device("cuda"), 400, 1)
+    )
+    assert on_gpu[:7] == shapes.random_layers(torch.device("cuda"), 7, 0)
+    for field, values in {"hidden": (16, 2048), "batch": (1, 256), "length": (16, 1000)}.items():
+        drawn = [getattr(work, field) for work in on_gpu]
+        assert (min(drawn), max(drawn)) == pytest.approx(values, rel=0.1)
+    assert {work.hidden % 8 for work in on_gpu} == {0}
+    assert statistics.mean(work.hidden < 181 for work in on_gpu) == pytest.approx(
+        0.5, abs=0.05
+    )  # half of 2**4 to 2**11
+    assert statistics.mean(work.bidirectional for work in on_gpu) == pytest.approx(0.25, abs=0.05)
+
+
+def test_layers_of_random_sizes_are_measured_and_drawn(monkeypatch, tmp_path):
+    works = [
+        Training("GRU", hidden, batch, 10, dtype=torch.float32, who=shapes.IN_GRAPHS)
+        for hidden, batch in ((8, 1), (16, 3))
+    ]
+    monkeypatch.setattr(shapes, "random_layers", lambda device, count, seed, quick: works[: count + seed])
+    arguments = ["training", "--random", "1", "--seed", "1", "--quick", "--device", "cpu", "--json", str(tmp_path)]
+    bench_app(arguments, standalone_mode=False)
+    (path,) = tmp_path.glob("training-random-*.json")
+    content = json.loads(path.read_text())
+    assert content["seed"] == 1
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    ratios = [report.speedup(record) for record in content["results"]]
+    axes, _ = plots.ratios_by_size(content).axes
+    (points,) = (x for x in axes.collections if len(x.get_offsets()) == 2)
+    assert points.get_offsets().tolist() == [[8, pytest.approx(ratios[0])], [16, pytest.approx(ratios[1])]]
+    assert points.get_array().tolist() == [1, 3]
+    low, high = (report.times(ratio) for ratio in sorted(ratios))
+    assert f"of 2 layers: from {low} to {high}, " in report.summary(content["results"])
+
+
+@pytest.mark.parametrize("arguments", [["--sweep"], ["--only", "GRU"]])
+def test_layers_of_random_sizes_have_no_names(arguments):
+    with pytest.raises(ValueError, match="--random"):
+        bench_app(["training", "--random", "2", *arguments], standalone_mode=False)
 
 
 def test_the_rest_is_measured_where_a_result_is_wrong(monkeypatch, tmp_path):

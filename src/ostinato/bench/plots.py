@@ -18,7 +18,7 @@ LIMITS = ("-", "--", "-.", ":")  # of grey lines, so that two limits can be told
 
 def save(content: Record, path: Path) -> None:
     """Draw to an image file."""
-    figure = ratios_of(content) if content.get("benchmark") == "training-sweep" else figure_of(content)
+    figure = RATIOS.get(content.get("benchmark", ""), figure_of)(content)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)
 
@@ -103,3 +103,35 @@ def ratios_of(content: Record) -> Any:
     steps = content["results"][0]["steps"]
     figure.suptitle(f"forward and backward, {steps} steps, {content['device']}", fontsize="medium")
     return figure
+
+
+def ratios_by_size(content: Record) -> Any:
+    """``torch.nn``'s time over ours of layers of any sizes, over the hidden size."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(1, color="black", linewidth=1)
+    drawn = [(record, ratio) for record in content["results"] if (ratio := speedup(record)) is not None]
+    batches = [record["workload"]["batch"] for record, _ in drawn]
+    shades = LogNorm(1, max(2, *batches))
+    points: Any = None
+    for cell, marker in zip(dict.fromkeys(record["workload"]["cell"] for record, _ in drawn), MARKERS, strict=False):
+        own = [(record["workload"], ratio) for record, ratio in drawn if record["workload"]["cell"] == cell]
+        at = [work["hidden"] for work, _ in own], [ratio for _, ratio in own]
+        colors = [work["batch"] for work, _ in own]
+        points = axes.scatter(*at, c=colors, norm=shades, marker=marker, s=36, cmap="viridis", label=cell)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set(xlabel="hidden size", ylabel="time of torch.nn / time of Ostinato")
+    axes.grid(True, alpha=0.25)
+    axes.legend(frameon=False)
+    figure.colorbar(points, ax=axes, label="sequences")
+    axes.set_title(f"forward and backward of layers of random sizes, {content['device']}", fontsize="medium")
+    return figure
+
+
+RATIOS = {"training-sweep": ratios_of, "training-random": ratios_by_size}  # of what is drawn by ratios, by benchmark

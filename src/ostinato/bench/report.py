@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -259,6 +260,15 @@ def speedup(record: Record) -> float | None:
             who = name.removesuffix(" in a CUDA graph")
             best[who] = min(row["seconds"], best.get(who, row["seconds"]))
     return best["torch.nn"] / best[OURS] if {"torch.nn", OURS} <= best.keys() else None
+
+
+def summary(records: list[Record]) -> str:
+    """The :func:`speedup` of the layers of a run in a sentence."""
+    ratios = sorted(ratio for record in records if (ratio := speedup(record)) is not None)
+    return (
+        f"torch.nn's time over ours, of {len(ratios)} layers: from {times(ratios[0])} to {times(ratios[-1])}, "
+        f"half of them {times(statistics.median(ratios))} or more."
+    )
 
 
 def mark(row: Record) -> str:

@@ -1,5 +1,7 @@
 """Which shapes each kind of benchmark measures, and whom: a few small ones for a look, a CPU's, and a GPU's."""
 
+import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +51,38 @@ def workloads(kind: str, device: torch.device, quick: bool = False, only: str = 
     if not chosen:
         raise ValueError(f"only must be part of one of {'; '.join(short)}; got {only!r}")
     return chosen
+
+
+def random_layers(device: torch.device, count: int, seed: int, quick: bool = False) -> list[Workload]:
+    """Layers to be trained, drawn at random: no shape that kernels or their plans could have been tuned to.
+
+    Sizes are as likely within any factor of two of their range as within another; hidden sizes are multiples of 8, as
+    torch.nn's kernels are much slower at others.  One in four layers is bidirectional, and one in four packed.
+    """
+    on_cuda, draw = device.type == "cuda", random.Random(seed)
+
+    def size(least: int, most: int) -> int:
+        return round(math.exp(draw.uniform(math.log(least), math.log(most))))
+
+    def layer() -> Workload:
+        hidden, batch = 8 * size(2, 8 if quick else 256 if on_cuda else 64), size(1, 8 if quick else 256)
+        steps = size(16, max(16, min(1000, (2**24 if on_cuda and not quick else 2**18) // (hidden * batch))))
+        dtype, layers = draw.choice((f32, f16, bf16)) if on_cuda else f32, draw.choice((1, 1, 2, 3))
+        bidirectional, packed = draw.random() < 0.25, draw.random() < 0.25
+        return Training(
+            draw.choice(CELLS),
+            hidden,
+            batch,
+            steps,
+            dtype=dtype,
+            tf32=on_cuda and dtype == f32,
+            who=IN_GRAPHS,
+            layers=layers,
+            bidirectional=bidirectional,
+            shortest=steps // 4 if packed and batch > 1 else 0,
+        )
+
+    return [layer() for _ in range(count)]
 
 
 def networks(dtype: torch.dtype, who: tuple[str, ...], *names: str) -> list[Workload]:

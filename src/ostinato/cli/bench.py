@@ -55,6 +55,10 @@ def training(
     sweep: Annotated[
         bool, Option("--sweep", help="Over hidden and batch sizes instead, with a picture of the ratios to torch.nn.")
     ] = False,
+    random: Annotated[
+        int, Option(min=0, help="So many layers of random sizes instead, with a picture of the ratios to torch.nn.")
+    ] = 0,
+    seed: Annotated[int, Option(help="Of --random: another one draws others.")] = 0,
     json: Json = None,
 ) -> None:
     """RNN, GRU and LSTM forward and backward, with weights that change at every call, against cuDNN.
@@ -62,7 +66,12 @@ def training(
     On a GPU cuDNN is timed as PyTorch launches it and captured in a CUDA graph. The errors are those of all gradients
     against float64.
     """
-    _measure("training-sweep" if sweep else "training", device, quick, only, json)
+    if sweep and random:
+        raise ValueError("only one of --sweep and --random can be given")
+    if random and only:
+        raise ValueError(f"only must be empty with --random, whose layers have no names; got {only!r}")
+    kind = "training-random" if random else "training-sweep" if sweep else "training"
+    _measure(kind, device, quick, only, json, drawn=(random, seed) if random else None)
 
 
 @app.command()
@@ -197,25 +206,30 @@ def profile(
     console.print(f"wrote {', '.join(map(str, filter(None, (trace, path))))}", soft_wrap=True)
 
 
-def _measure(kind: str, device_name: str, quick: bool, only: str, json: Path | None) -> None:
+def _measure(
+    kind: str, device_name: str, quick: bool, only: str, json: Path | None, drawn: tuple[int, int] | None = None
+) -> None:
+    """Measure the workloads of a kind, or so many `drawn` at random with a seed."""
     import gc
 
     from rich.console import Group
     from rich.live import Live
 
     from ostinato.bench import measure, report, runs
-    from ostinato.bench.shapes import workloads
+    from ostinato.bench.plots import RATIOS
+    from ostinato.bench.shapes import random_layers, workloads
     from ostinato.bench.workloads import short_name
     from ostinato.files import is_stream
 
     device, console = _device(device_name), _console()
-    works = workloads(kind, device, quick, only)
+    works = random_layers(device, *drawn, quick) if drawn else workloads(kind, device, quick, only)
     path = _path(json, kind, device)
-    drawn = kind == "training-sweep"
-    if drawn and path is not None:
+    plotted = kind in RATIOS
+    if plotted and path is not None:
         runs.plot_for(path)  # complains before anything is measured
     results: list[dict[str, Any]] = []
-    content = _content(console, kind, device, quick) | {"only": only, "results": results}
+    how: dict[str, Any] = {"seed": drawn[1]} if drawn else {"only": only}
+    content = _content(console, kind, device, quick) | how | {"results": results}
     wrong: list[str] = []
     gc.freeze()  # what the imports have made need not be looked through for garbage before each measurement
     tables: list[Any] = []
@@ -238,9 +252,11 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, json: Path | N
                     runs.write_json(path, content)
     finally:
         console.print(*tables)
+        if drawn and results:
+            console.print(report.summary(results))
     if path is not None:
         runs.write_json(path, content)
-        plot = plot_beside(console, content, path) if drawn and results else None
+        plot = plot_beside(console, content, path) if plotted and results else None
         console.print(f"wrote {', '.join(map(str, filter(None, (path, plot))))}", soft_wrap=True)
     _fail_if(wrong)
 
