@@ -50,9 +50,9 @@ def kept_weights(model: nn.Module) -> tuple[int, int]:
     return sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
 
 
-def masked(module: nn.Module, name: str) -> Tensor:
-    """The weight with zeros where it is pruned; these get no gradient."""
-    weight, mask = getattr(module, name), mask_of(module, name)
+def masked(module: nn.Module, name: str, weight: Tensor | None = None) -> Tensor:
+    """The weight, or what is given in its place, with zeros where it is pruned; these get no gradient."""
+    weight, mask = getattr(module, name) if weight is None else weight, mask_of(module, name)
     if mask is None:
         return weight
     if weight.requires_grad and torch.is_grad_enabled():

@@ -7,10 +7,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import ostinato
 from ostinato.masks import masked
-from recurrent_layers import assert_close_to_exact, assert_same, by, flat, inputs, pruned, twin
+from recurrent_layers import assert_close_to_exact, assert_same, assert_same_gradients, by, flat, inputs, pruned, twin
 
 
 def step_of_optimiser(layer, x):
@@ -237,3 +238,75 @@ def test_a_sequence_has_one_draw_of_random_weights(kind, steps):
             expected.weight_hh_l0.copy_(weight)
             errors.append((expected(x, hx)[0] - output).abs().max())
     assert min(errors) < 1e-6
+
+
+def dropping(base):
+    """A class whose calls drop recurrent weights, by a list of others in the place of ``torch.nn``'s own."""
+
+    class Dropping(base):
+        def forward(self, input, hx=None):
+            listed, names = self._flat_weights, self._flat_weights_names
+            torch.manual_seed(7)
+            self._flat_weights = [F.dropout(w) if "_hh_" in name else w for w, name in zip(listed, names, strict=True)]
+            self.flatten_parameters()
+            try:
+                return super().forward(input, hx)
+            finally:
+                self._flat_weights = listed
+
+    return Dropping
+
+
+@by("as planned", "reference")
+@pytest.mark.parametrize("steps", [1, 4, 30])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_weights_in_the_private_list_count_as_in_torch(kind, steps):
+    layer = dropping(getattr(ostinato, kind))(5, 16, 2, dtype=torch.float64)
+    other = dropping(getattr(nn, kind))(5, 16, 2, dtype=torch.float64)
+    x, hx = inputs(layer, 3, steps)
+    for parameters in (None, {name: 1.5 * weight for name, weight in other.state_dict().items()}):
+        if parameters is None:
+            layer.load_state_dict(other.state_dict())
+        else:  # as new parameters
+            layer.load_state_dict(parameters, assign=True)
+            other.load_state_dict(parameters)
+        with torch.no_grad():
+            assert_same(layer(x, hx), other(x, hx), 1e-12)
+        assert_same_gradients(layer, other, x, hx)
+    copied = copy.deepcopy(layer)
+    assert_same(copied(x, hx), other(x, hx), 1e-12)
+
+
+@pytest.mark.parametrize("density", [None, 0.5])
+def test_weights_in_the_private_list_of_a_pruned_layer_are_masked(density):
+    layer = ostinato.LSTM(5, 16)
+    if density is not None:
+        ostinato.prune(layer, density)
+    x, hx = inputs(layer, 3)
+    layer._flat_weights = [1.5 * weight for weight in layer._flat_weights]
+    expected = twin(layer)
+    expected.load_state_dict({name: 1.5 * weight for name, weight in layer.named_parameters()})
+    assert_same(layer(x, hx), expected(x, hx), 1e-6)
+
+
+@by("as planned")
+def test_weights_in_the_private_list_count_where_parameters_were_deleted():
+    layer, expected = ostinato.GRU(5, 16, 2), nn.GRU(5, 16, 2)
+    x, hx = inputs(layer, 3)
+    generated = {name: weight.detach() for name, weight in expected.named_parameters()}
+    for name in generated:
+        delattr(layer, name)
+    with pytest.raises(AttributeError, match="no attribute 'weight_ih_l0'"):
+        layer(x, hx)
+    layer._flat_weights = list(generated.values())
+    assert_same(layer(x, hx), expected(x, hx), 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_weights_in_the_private_list_count_where_compiled(kind, fresh_compiler):
+    layer = dropping(getattr(ostinato, kind))(5, 16, 2, dtype=torch.float64)
+    x, hx = inputs(layer, 3)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled = torch.compile(layer, backend="aot_eager")
+        assert_same(compiled(x, hx), layer(x, hx), 1e-12)
+        assert_same_gradients(compiled, layer, x, hx)

@@ -209,10 +209,10 @@ class StepLayers(MaskedLayers, Generic[State]):
                 mask_ih, mask_hh = masks.get(f"mask_ih_l{layer}"), masks.get(f"mask_hh_l{layer}")
             step = step_of(x.device, cell, x.dtype, hidden, inputs, batch, mask_ih, mask_hh, self._path)
             if step is None and mask_ih is not None:  # too dense for a sparse product
-                own[layer * size] = masked(self, f"weight_ih_l{layer}")
+                own[layer * size] = masked(self, f"weight_ih_l{layer}", own[layer * size])
                 step = step_of(x.device, cell, x.dtype, hidden, inputs, batch, None, mask_hh, self._path)
             if step is None and mask_hh is not None:
-                own[layer * size + 1] = masked(self, f"weight_hh_l{layer}")
+                own[layer * size + 1] = masked(self, f"weight_hh_l{layer}", own[layer * size + 1])
                 step = step_of(x.device, cell, x.dtype, hidden, inputs, batch, None, None, self._path)
             if step is None:
                 return None

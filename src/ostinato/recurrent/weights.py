@@ -1,11 +1,13 @@
 """The parameters of RNN, GRU and LSTM, as they are at a call, with their masks."""
 
 import functools
+import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ostinato.checks import check_tensor
 from ostinato.kernels.export import constant_to_compilers
@@ -60,15 +62,50 @@ class MaskedLayers(TorchLayers):
             if mask_of(self, name) is not None:
                 keep_pruned(self, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """``torch.nn``'s, which puts a parameter into its list, but leaves the reference to the one before."""
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter):
+            names, references = (self.__dict__.get(own, []) for own in ("_flat_weights_names", "_flat_weight_refs"))
+            if name in names and len(references) == len(names):
+                references[names.index(name)] = weakref.ref(value)
+
     def _unmasked_weights(self) -> list[Tensor]:
-        """All parameters in torch.nn's order."""
+        """All parameters in torch.nn's order, or the list that was put into their place."""
         own: Any = self._parameters  # faster than getattr, which also finds parametrized ones
-        return [x if (x := own.get(name)) is not None else self._other(name) for name in self._flat_weights_names]
+        weights = [x if (x := own.get(name)) is not None else self._other(name) for name in self._flat_weights_names]
+        if all(map(operator.is_, weights, self._flat_weights or ())):
+            return weights
+        return self._listed(weights)
 
     def _other(self, name: str) -> Tensor:
-        found: Tensor = getattr(self, name)
+        try:
+            found: Any = getattr(self, name)
+        except AttributeError:  # deleted: what was listed in its place counts, but not the parameter itself
+            index = self._flat_weights_names.index(name)
+            listed, references = self._flat_weights or [], self._flat_weight_refs
+            if index >= min(len(listed), len(references)):
+                raise
+            found, reference = listed[index], references[index]
+            if reference is None or reference() is found:
+                raise
         check_tensor(name, found)
         return found
+
+    def _listed(self, weights: list[Tensor]) -> list[Tensor]:
+        """The tensors in ``_flat_weights``, where a subclass or a caller has put others there; else `weights`.
+
+        They count, as in ``torch.nn``, while the parameters are those of which the module made its own list.  Otherwise
+        it is that list, and old: parameters were replaced without it, or are computed at each read.
+        """
+        listed: list[Any] = self._flat_weights
+        references = self._flat_weight_refs
+        if not len(weights) == len(listed) == len(references) or not all(isinstance(x, Tensor) for x in listed):
+            return weights
+        for weight, other, reference in zip(weights, listed, references, strict=True):
+            if weight is not other and (reference is None or reference() is not weight):
+                return weights
+        return list(listed)
 
     def _check_shapes(self, weights: list[Tensor]) -> None:
         """Raise ValueError for a parameter that was replaced by a tensor of another shape."""
@@ -94,7 +131,7 @@ class MaskedLayers(TorchLayers):
         if self._buffers:
             for i, name in enumerate(self._flat_weights_names):
                 if mask_name(name) in self._buffers and (recurrent or "_hh_" not in name):
-                    weights[i] = masked(self, name)
+                    weights[i] = masked(self, name, weights[i])
         return weights
 
 
