@@ -277,6 +277,55 @@ def test_recurrences_are_exported_for_any_number_of_steps(backend):
         assert_same(program.module()(x, u), Recurrences()(x, u))
 
 
+@ostinato.recurrence
+def of_two_steps_before(state, x):
+    h, before = state
+    return torch.tanh(h + 0.5 * before + x), h
+
+
+@ostinato.recurrence
+def same_twice(state, x):
+    h, c = state
+    both = torch.tanh(h - c + x)
+    return both, both
+
+
+@ostinato.recurrence
+def of_parameters(state, x, u):
+    h, c = state
+    return torch.sigmoid(u), h * c + x
+
+
+class Begun(nn.Module):
+    """A scan, recurrences and a layer from a state that is laid out by columns, and used more than once."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = ostinato.GRU(4, 4)
+
+    def forward(self, x, u, begin):
+        h0 = begin.t()
+        both = h0, h0
+        recurrences = of_two_steps_before(x, h0=both), same_twice(x, h0=both), of_parameters(x, u, h0=both)
+        return recurrences, self.gru(x.transpose(0, 1), h0[None]), ostinato.linear_scan(x.sigmoid(), x, h0)
+
+
+@torch.no_grad()
+def test_states_of_any_layout_and_returned_as_given_are_exported(tmp_path):
+    torch.manual_seed(0)
+    model, given = Begun().eval(), (torch.randn(3, 6, 4), torch.randn(4), torch.randn(4, 3))
+    with ostinato.portable():
+        program = torch.export.export(model, given)
+    assert_same(program.module()(*given), model(*given))
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    torch.onnx.export(model, given, tmp_path / "begun.onnx", dynamo=True, verbose=False)
+    session = runtime.InferenceSession(tmp_path / "begun.onnx")
+    names = [argument.name for argument in session.get_inputs()]
+    arrays = dict(zip(names, (x.numpy() for x in given), strict=True))
+    assert_same([torch.as_tensor(y) for y in session.run(None, arrays)], model(*given))
+
+
 @torch.no_grad()
 def test_onnx_functions_keep_small_results(tmp_path):
     runtime = pytest.importorskip("onnxruntime")

@@ -58,8 +58,8 @@ def loop(
 ) -> tuple[list[Tensor], Tensor]:
     """``states, output[t] = step(states, inputs[t], constants)`` for every t of the inputs' first dimension.
 
-    One node of the graph, PyTorch's ``scan``, for any number of steps.  The step may use only its arguments.  With
-    ``reverse`` it runs from the last t to the first.
+    One node of the graph, PyTorch's ``scan``, for any number of steps.  The step may use only its arguments, and
+    ``output[t]`` must not be one of them.  With ``reverse`` it runs from the last t to the first.
 
     Returns:
         The last states, and all outputs, (T, ...).
@@ -74,8 +74,9 @@ def loop(
         rest = iter(given)
         with _Elementary():  # which is off inside the functions that it lets pass
             new, output = step(*(list(islice(rest, len(group))) for group in (states, inputs, constants)))
-        return [*new, output.clone()]  # results must not alias each other
+        return [*map(_copy, new), output]  # results must not alias each other, nor arguments
 
+    states = [_copy(x) for x in states]  # the same may be given twice, and a step's results must be laid out as these
     if torch.onnx.is_in_onnx_export():
         *last, outputs = scan_op(body, states, inputs, tuple(constants))
         return last, outputs
@@ -84,6 +85,10 @@ def loop(
     # A copy that lies elsewhere: PyTorch 2.13's packages do not compile where the next operation would write its result
     # over the loop's.
     return last, torch.cat([outputs[:1], outputs])[1:]
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _symbols(*tensors: Tensor) -> list[SymInt]:

@@ -69,9 +69,9 @@ def _in_a_loop(
         after = [x.expand_as(states[0]) for x in step(states, in_order(kinds, rows, constants))]
         return after, torch.stack(after)
 
-    # Copied, as PyTorch allows no views of one tensor here: a layer's parameters are, and the same state given twice.
-    initial, parameters = [x.clone() for x in initial], [x.clone() for x in parameters]
-    last, outputs = export.loop(of_loop, initial, sequences, parameters, reverse=reverse)
+    # Copied, as PyTorch allows no views of one tensor here, which a layer's parameters are.
+    parameters = [x.clone() for x in parameters]
+    last, outputs = export.loop(of_loop, list(initial), sequences, parameters, reverse=reverse)
     return [*outputs.permute(1, 2, 0, 3), *last]
 
 
