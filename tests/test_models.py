@@ -146,6 +146,8 @@ def test_settings_build_the_same_model():
         ({"vocab_size": 0}, "vocab_size must be at least 1; got 0"),
         ({"expansion": 0}, "expansion must be above 0 and finite; got 0"),
         ({"expansion": 0.001}, "hidden_size, expansion \\* width, must be at least 1; got 0"),
+        ({"width": 1 << 63}, "width must be below 2\\*\\*63; got 9223372036854775808"),
+        ({"mlp_ratio": 1e30}, "mlp_ratio \\* width must be below 2\\*\\*63; got \\d+"),
         ({"mlp_ratio": float("nan")}, "mlp_ratio must be above 0 and finite; got nan"),
         ({"cell": "rnn"}, "cell must be one of mingru, .*, paralstm; got 'rnn'"),
         ({"conv_kernel": -1}, "conv_kernel must be at least 0; got -1"),

@@ -17,12 +17,14 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_integers(least: int | None = None, /, **numbers: int) -> None:
-    """Raise TypeError unless all are integers, ValueError for one below ``least``."""
+    """Raise TypeError unless all are integers, ValueError for one below ``least`` or that PyTorch cannot take."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):  # of exported programs
             raise TypeError(f"{name} must be an int; got {type(value).__name__}")
         if least is not None and value < least:
             raise ValueError(f"{name} must be at least {least}; got {value}")
+        if not torch.compiler.is_compiling() and value >= 1 << 63:  # which would be a bound of the program
+            raise ValueError(f"{name} must be below 2**63; got {value}")
 
 
 def check_numbers(**numbers: float) -> None:
