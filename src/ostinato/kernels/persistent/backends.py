@@ -1,9 +1,8 @@
 """The kernels of a device, and how a layer runs there."""
 
 import functools
-import importlib
-from types import ModuleType
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from ostinato.kernels import nvrtc
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent import reference
+from ostinato.kernels.persistent.interface import Kernels, KernelsInPortions, KernelsOfCPU
 from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 from ostinato.kernels.precision import layers_round
@@ -18,15 +18,26 @@ from ostinato.kernels.precision import layers_round
 IN_WAVES = ("cuda",)  # devices on which stacked layers can run at the same time
 
 
-def kernels_on(device: torch.device) -> ModuleType:
+def kernels_on(device: torch.device) -> Kernels:
     """The module with a device's kernels, imported lazily; the reference on other devices."""
     return _kernels_on(device.type)
 
 
-@functools.cache  # import_module costs more than a step
-def _kernels_on(device_type: str) -> ModuleType:
-    has_kernels = device_type in ("cpu", "cuda")
-    return importlib.import_module(f"ostinato.kernels.persistent.{device_type}") if has_kernels else reference
+@functools.cache  # an import statement costs more than a step
+def _kernels_on(device_type: str) -> Kernels:
+    if device_type == "cuda":
+        from ostinato.kernels.persistent import cuda
+
+        in_portions: KernelsInPortions = cuda
+        return in_portions
+    return _kernels_of_cpu() if device_type == "cpu" else reference
+
+
+@functools.cache
+def _kernels_of_cpu() -> KernelsOfCPU:
+    from ostinato.kernels.persistent import cpu
+
+    return cpu
 
 
 def plan_layer(mask_hh: Tensor | None, call: Call) -> Plan:
@@ -39,13 +50,11 @@ def plan_layer(mask_hh: Tensor | None, call: Call) -> Plan:
 
 
 def _plan(mask_hh: Tensor | None, call: Call, tf32: bool) -> Plan:
-    device = call.device
-    if device.type not in ("cpu", "cuda"):
-        return no_kernel(f"layers on {device.type} run in torch's own kernels")
-    if device.type == "cuda" and (reason := nvrtc.why_no_cuda()):
+    if call.device.type == "cuda" and (reason := nvrtc.why_no_cuda()):
         return no_kernel(reason)
-    plan: Plan = kernels_on(device).make_plan(call, mask_hh, _block(mask_hh, call), tf32)
-    return plan
+    kernels = kernels_on(call.device)
+    block = None if kernels is reference else _block(mask_hh, call)  # of a mask that may be on the meta device
+    return kernels.make_plan(call, mask_hh, block, tf32)
 
 
 def _block(mask_hh: Tensor | None, call: Call) -> tuple[int, int] | None:
@@ -64,15 +73,19 @@ def layers_at_once(mask_hh: Tensor | None, call: Call, layers: int) -> int:
     return _dense_at_once(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _at_once(mask_hh, *key))
 
 
+def in_portions(kernels: Kernels) -> KernelsInPortions:
+    """The kernels of a device of IN_WAVES as what they are."""
+    return cast(KernelsInPortions, kernels)
+
+
 def is_captured(device: torch.device) -> bool:
     """Whether a CUDA graph captures the kernels, and will launch them: more of them then cost the host nothing."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _at_once(mask_hh: Tensor | None, call: Call, tf32: bool, layers: int) -> int:
-    of_layer = mask_hh, _block(mask_hh, call), tf32
-    count: int = kernels_on(call.device).layers_at_once(call, layers, *of_layer)
-    return count
+    kernels = in_portions(kernels_on(call.device))
+    return kernels.layers_at_once(call, layers, mask_hh, _block(mask_hh, call), tf32)
 
 
 _dense_at_once = functools.lru_cache(4096)(functools.partial(_at_once, None))
@@ -81,15 +94,13 @@ _dense_at_once = functools.lru_cache(4096)(functools.partial(_at_once, None))
 @functools.cache
 def least_steps(device_type: str, cell: str, hidden_size: int, batch: int, dtype: torch.dtype, both: bool) -> int:
     """Fewer steps, without resets, are always left to torch's kernels; ``both`` directions, or one."""
-    least = getattr(_kernels_on(device_type), "least_steps", None)
-    return 0 if least is None else least(cell, hidden_size, batch, dtype, both)
+    return _kernels_on(device_type).least_steps(cell, hidden_size, batch, dtype, both)
 
 
 @functools.cache
 def most_single_steps(device_type: str, cell: str, hidden_size: int, batch: int, dtype: torch.dtype) -> int:
     """Up to how many steps, without gradients, resets or masks, are fastest one by one."""
-    most = getattr(_kernels_on(device_type), "most_single_steps", None)
-    return 0 if most is None else most(cell, hidden_size, batch, dtype)
+    return _kernels_on(device_type).most_single_steps(cell, hidden_size, batch, dtype)
 
 
 def step_of(device: torch.device, *layer: Any) -> Any:
@@ -97,13 +108,12 @@ def step_of(device: torch.device, *layer: Any) -> Any:
 
     ``layer``: cell, dtype, hidden_size, input_size, batch, the masks of both weights and path.
     """
-    make = getattr(_kernels_on(device.type), "step_of", None)
-    return None if make is None else make(*layer)
+    return kernels_on(device).step_of(*layer)
 
 
 def frozen_step(*layer: Any) -> Any:
     """A step of a layer on the CPU whose weights never change: cell, batch, weights and the masks of both."""
-    return kernels_on(torch.device("cpu")).FrozenStep(*layer)
+    return _kernels_of_cpu().FrozenStep(*layer)
 
 
 def step_of_layers(device: torch.device, *args: Any) -> Any:
@@ -111,6 +121,6 @@ def step_of_layers(device: torch.device, *args: Any) -> Any:
     return kernels_on(device).StepOfLayers(*args)
 
 
-def gradients_of_step(*args: Any) -> Any:
+def gradients_of_step(*args: Any) -> Sequence[Tensor | None]:
     """The gradients of a step of layers on the CPU, see ``cpu/step_gradients.py``."""
-    return kernels_on(torch.device("cpu")).gradients_of_step(*args)
+    return _kernels_of_cpu().gradients_of_step(*args)

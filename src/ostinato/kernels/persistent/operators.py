@@ -8,7 +8,6 @@ It runs through time once, and gets the weights' gradients by GEMMs.  The layer 
 
 from collections.abc import Callable, Sequence
 from itertools import compress
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from ostinato.kernels.gemm import add_product, gradient_of_input, gradient_of_we
 from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, INPUTS, NEEDED_BITS, TENSORS, Arguments, Layer, Saved
 from ostinato.kernels.persistent.backends import is_captured, kernels_on, plan_layer
+from ostinato.kernels.persistent.interface import Kernels, SmallProducts
 from ostinato.kernels.persistent.modes import is_vmapped_last, without_autocast
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.precision import layers_round
@@ -36,10 +36,10 @@ class Executor(NamedTuple):
     Called with the operator's arguments, it returns its results, but None for those that are absent.
     """
 
-    kernels: ModuleType  # the device's, or the reference
+    kernels: Kernels  # the device's, or the reference
     plan: Plan
     rounds: bool  # whether products of float32 may be rounded to tf32
-    small: ModuleType | None  # what computes the products of a small layer together, else None
+    small: SmallProducts | None  # of a small layer
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         given = Arguments(*args)
@@ -69,15 +69,15 @@ def executor_of(*args: Any) -> Executor:
     """Who computes a call with the operator's arguments: a device's kernels, or the loop over time where none fits."""
     given = Arguments(*args)
     plan = plan_layer(given.mask_hh, call_of(given))
-    kernels = kernels_on(given.x.device) if plan.has_kernel else reference
+    kernels: Kernels = kernels_on(given.x.device) if plan.has_kernel else reference
     if plan.has_kernel and is_captured(given.x.device):
         cublas.create_handle(given.x.device)  # calls before the capture may not have needed one
     return Executor(kernels, plan, layers_round(given.x.device, given.x.dtype), _products_of_small(kernels, given))
 
 
-def _products_of_small(kernels: ModuleType, given: Arguments) -> ModuleType | None:
+def _products_of_small(kernels: Kernels, given: Arguments) -> SmallProducts | None:
     """What computes the products of a layer together, if it is small and there is such, else None."""
-    small, hidden = getattr(kernels, "small", None), given.weight_hh.shape[1]
+    small, hidden = kernels.small, given.weight_hh.shape[1]
     if small is None:
         return None
     rows, channels = given.x.shape

@@ -12,8 +12,30 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.persistent.arguments import Layer, Saved
+from ostinato.kernels.persistent.defaults import (
+    StepOfLayers,
+    least_steps,
+    make_plan,
+    most_single_steps,
+    small,
+    step_of,
+)
 from ostinato.kernels.persistent.plan import Plan
 from ostinato.kernels.persistent.sequences import Sequences
+
+__all__ = [
+    "make_plan",
+    "least_steps",
+    "keeps_gates",
+    "forward",
+    "backward",
+    "gradients_of_biases",
+    "previous",
+    "small",
+    "most_single_steps",
+    "step_of",
+    "StepOfLayers",
+]
 
 
 def keeps_gates(_: str) -> bool:

@@ -16,7 +16,7 @@ from ostinato.kernels.dispatch import or_empty
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import gradient_of_input
 from ostinato.kernels.persistent.arguments import INPUTS, TENSORS, Arguments, Layer, Saved
-from ostinato.kernels.persistent.backends import is_captured, layers_at_once, plan_layer
+from ostinato.kernels.persistent.backends import in_portions, is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.persistent.operators import (
     NOTHING,
@@ -65,7 +65,9 @@ class _Wavefront(NamedTuple):
             h0, c0 = states[i]
             own = given[i]._replace(h0=h0, c0=c0, sequences=sequences[i][portion])
             into = outputs[i][portion], cs[i][portion]
-            _, *states[i], _ = executor.kernels.forward(own, projected, executor.plan, layer.training, into)
+            _, *states[i], _ = in_portions(executor.kernels).forward(
+                own, projected, executor.plan, layer.training, into
+            )
             return states[i]
 
         with without_autocast(device.type):  # the tensors are converted already
@@ -98,7 +100,7 @@ class _Wavefront(NamedTuple):
                 own = _continued(own, saved[i][portion - 1])
             upstream = of_outputs[i][portion], *states[i]
             into = of_gates[i][portion], found[i][1][portion]
-            _, *states[i], _ = kernels.backward(own, saved[i][portion], upstream, plan, into)
+            _, *states[i], _ = in_portions(kernels).backward(own, saved[i][portion], upstream, plan, into)
             if i == passed[0]:
                 return states[i]
             of_x = gradient_of_input(of_input(into[0], layer.cell), layer.weight_ih, rounds)
@@ -174,7 +176,7 @@ def _wavefront(*calls: tuple) -> _Wavefront:
     executors = tuple(executor_of(*layer) for layer in layers)
     kernels, plan, *_ = executors[0]
     call = call_of(layers[0])._replace(captured=is_captured(layers[0].x.device))
-    return _Wavefront(executors, kernels.portions(call, plan))
+    return _Wavefront(executors, in_portions(kernels).portions(call, plan))
 
 
 def _backward(wavefront: _Wavefront, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:

@@ -20,18 +20,20 @@ from ostinato.kernels.persistent.cpu.passes import backward, forward
 from ostinato.kernels.persistent.cpu.plan import least_steps, make_plan, most_single_steps
 from ostinato.kernels.persistent.cpu.step import FrozenStep, StepOfLayers, step_of
 from ostinato.kernels.persistent.cpu.step_gradients import gradients_of_step
+from ostinato.kernels.persistent.defaults import small
 from ostinato.kernels.persistent.plan import keeps_gates
 from ostinato.kernels.persistent.reference import gradients_of_biases, previous
 
 __all__ = [
     "make_plan",
-    "keeps_gates",
     "least_steps",
-    "most_single_steps",
+    "keeps_gates",
     "forward",
     "backward",
     "gradients_of_biases",
     "previous",
+    "small",
+    "most_single_steps",
     "step_of",
     "StepOfLayers",
     "FrozenStep",

@@ -38,19 +38,21 @@ from ostinato.kernels.persistent.cuda.passes import backward, forward, gradients
 from ostinato.kernels.persistent.cuda.plan import least_steps, make_plan
 from ostinato.kernels.persistent.cuda.step import StepOfLayers, step_of
 from ostinato.kernels.persistent.cuda.wavefront import layers_at_once, portions
+from ostinato.kernels.persistent.defaults import most_single_steps
 from ostinato.kernels.persistent.plan import keeps_gates
 
 __all__ = [
     "make_plan",
     "least_steps",
     "keeps_gates",
-    "layers_at_once",
-    "portions",
     "forward",
     "backward",
     "gradients_of_biases",
     "previous",
     "small",
+    "most_single_steps",
     "step_of",
     "StepOfLayers",
+    "layers_at_once",
+    "portions",
 ]

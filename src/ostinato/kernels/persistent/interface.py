@@ -1,0 +1,138 @@
+"""What the kernels of a device offer, as types.
+
+:class:`Kernels` is what each device's package, and ``reference.py``, is a module of; mypy checks that they are where
+``backends.py`` imports them.  What a device does not offer it takes from ``defaults.py``.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.persistent.arguments import Arguments, Layer, Saved
+from ostinato.kernels.persistent.plan import Call, Plan
+from ostinato.kernels.persistent.sequences import Sequences
+
+Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+Found = tuple[Tensor, Tensor, Tensor | None, Tensor]
+
+
+class SmallProducts(Protocol):
+    """The products of small layers with less overhead than those of ``gemm.py``."""
+
+    def is_small(self, rows: int, width: int, channels: int, training: bool, /) -> bool:
+        """Whether the products of so many rows with matrices of (width, channels) are better computed here."""
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, rounds: bool, out: Tensor | None = None, /
+    ) -> Tensor:
+        """The product with the input; ``rounds``: whether float32 may be rounded to tf32."""
+
+    def gradients(
+        self, given: Arguments, h: Tensor, found: Sequence[Tensor], needed: int, rounds: bool, /
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the DIFFERENTIABLE inputs, of what ``backward`` has found."""
+
+
+class Kernels(Protocol):
+    """A layer and direction on a device."""
+
+    # Whole sequences.
+
+    def make_plan(self, call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: bool, /) -> Plan:
+        """How a call runs, given its pruned blocks' shape, if any, and whether products may round to tf32."""
+
+    def least_steps(self, cell: str, hidden_size: int, batch: int, dtype: torch.dtype, both: bool, /) -> int:
+        """Fewer steps, without resets, are always left to torch's kernels; ``both`` directions, or one."""
+
+    def keeps_gates(self, cell: str, /) -> bool:
+        """Whether ``forward`` leaves the gates' pre-activations in `projected` for ``backward``."""
+
+    def forward(self, layer: Layer, projected: Tensor, plan: Plan, keep: bool, /) -> Results:
+        """As :func:`ostinato.kernels.persistent.reference.forward`, as are the others the reference's."""
+
+    def backward(self, layer: Layer, saved: Saved, upstream: Sequence[Tensor | None], plan: Plan, /) -> Found: ...
+
+    def gradients_of_biases(self, totals: Tensor, dtype: torch.dtype, cell: str, /) -> tuple[Tensor, Tensor]: ...
+
+    def previous(self, rows: Tensor, first: Tensor | None, sequences: Sequences, /) -> Tensor: ...
+
+    @property
+    def small(self) -> SmallProducts | None:
+        """What computes the products of small layers together, in place of ``gemm.py``."""
+
+    # Single steps.
+
+    def most_single_steps(self, cell: str, hidden_size: int, batch: int, dtype: torch.dtype, /) -> int:
+        """Up to how many steps, without gradients, resets or masks, are fastest one by one."""
+
+    def step_of(
+        self,
+        cell: str,
+        dtype: torch.dtype,
+        hidden_size: int,
+        input_size: int,
+        batch: int,
+        mask_ih: Tensor | None,
+        mask_hh: Tensor | None,
+        path: str | None,
+        /,
+    ) -> Any:
+        """What makes one step of a layer without gradients; None where torch's kernels are as fast."""
+
+    def StepOfLayers(self, steps: Sequence[Any], x: Tensor, state_shape: tuple[int, ...], states: int, /) -> Any:
+        """Steps of stacked layers, one after the other, for inputs like x and so many states of that shape.
+
+        Called with an input, its states and all weights in torch.nn's order it returns the output and the next states.
+        """
+
+
+class KernelsInPortions(Kernels, Protocol):
+    """Those of a device of IN_WAVES: stacked layers run at the same time, each on another portion of the steps."""
+
+    def layers_at_once(
+        self, call: Call, layers: int, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: bool, /
+    ) -> int:
+        """How many of so many layers run at the same time; ``call`` is that of one alone."""
+
+    def portions(self, call: Call, plan: Plan, /) -> int:
+        """In how many portions of the steps."""
+
+    def forward(
+        self, layer: Layer, projected: Tensor, plan: Plan, keep: bool, into: tuple[Tensor, Tensor] | None = None, /
+    ) -> Results:
+        """As that of :class:`Kernels`; the output and what is kept of cells are written `into` these, if given."""
+
+    def backward(
+        self,
+        layer: Layer,
+        saved: Saved,
+        upstream: Sequence[Tensor | None],
+        plan: Plan,
+        into: tuple[Tensor, Tensor] | None = None,
+        /,
+    ) -> Found:
+        """As that of :class:`Kernels`; the gradients of gates and their totals are written `into` these, if given."""
+
+
+class KernelsOfCPU(Kernels, Protocol):
+    """What only the CPU has: steps whose weights never change, and gradients of steps."""
+
+    def FrozenStep(
+        self, cell: str, batch: int, weights: list[Tensor], mask_ih: Tensor | None, mask_hh: Tensor | None, /
+    ) -> Any:
+        """What makes a step of a layer, in place of that of ``step_of``, with these weights packed."""
+
+    def gradients_of_step(
+        self,
+        cell: str,
+        x: Tensor,
+        states: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        needed: Sequence[bool],
+        /,
+    ) -> Sequence[Tensor | None]:
+        """Of what a step of layers was given, as far as `needed`, from what it saved and the results' gradients."""
