@@ -209,7 +209,7 @@ def pass_on(P, L, start, of, reverse):
 @contextmanager
 def kernels_of_a_gpu():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps.Linear, "has_kernel", True)
+        patch.setattr(steps.Steps, "has_kernel", True)
         patch.setattr(steps.kernel, "compose", compose)
         patch.setattr(steps.kernel, "pass_on", pass_on)
         yield

@@ -18,7 +18,8 @@ exchange, and each scans its shard once.  Gradients take the same two ways in th
 ``layers.py``       layers of one: those of a module, and what they call
 ``boundary.py``     the exchange between shards, forward and backward
 ``packed.py``       the same of packed sequences, of which only some cross it
-``steps.py``        the steps of a shard: how they are run, and reduced to P and L
+``steps.py``        the steps of a shard, which are run, and reduced to P and L
+``kinds.py``        those of each kind of recurrence
 ``collectives.py``  differentiable collectives
 ==================  =====================================================================
 """

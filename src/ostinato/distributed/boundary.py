@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ostinato.distributed.collectives import Gathered, Shared, gather
-from ostinato.distributed.steps import Linear, Logarithmic
+from ostinato.distributed.steps import LINEAR, Ring, Steps
 from ostinato.kernels.scan import operators
 from ostinato.kernels.scan.cuda import compose as kernel
 
@@ -20,6 +20,15 @@ LONGEST_REACH = 1 / 8  # of a shard, the largest fraction worth scanning twice
 Gradients = tuple[Tensor | None, ...]
 
 
+class _Prediction:
+    """Whether shards forget what enters them: as the last one of this process did."""
+
+    forgets = True
+
+
+_PREDICTION = _Prediction()
+
+
 class Boundary:
     """The boundary of a shard that every sequence of the batch crosses.
 
@@ -27,9 +36,7 @@ class Boundary:
     means that it is not, and that P and L are computed before the scan.
     """
 
-    likely = True  # a prediction that shards forget: the last one did
-
-    def __init__(self, steps: Linear, group: ProcessGroup, forgets: Callable[[], bool] | None = None) -> None:
+    def __init__(self, steps: Steps, group: ProcessGroup, forgets: Callable[[], bool] | None = None) -> None:
         """``forgets`` returns the test's result for FIRST_REACH, if it has been launched already."""
         self.steps, self.group, self.rank, self.forgets = steps, group, group.rank(), forgets
         self.sequences = steps.batch
@@ -51,7 +58,7 @@ class Boundary:
     def forward(self, h0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """h of this shard, the last state of the sequence, and the carry."""
         steps, forgets = self.steps, self.forgets or self.launch_test(FIRST_REACH)
-        scanned = steps.run(None) if forgets and Boundary.likely else None  # speculative, in flight during the test
+        scanned = steps.run(None) if forgets and _PREDICTION.forgets else None  # speculative, in flight during the test
         self.reach = self.find_reach(forgets)
         if not self.reach:
             del scanned
@@ -109,8 +116,8 @@ class Boundary:
         """The number of steps within which states are forgotten; 0 if it is too large."""
         self.forgets, reach = None, FIRST_REACH
         while forgets:
-            Boundary.likely = forgets()
-            if Boundary.likely:
+            _PREDICTION.forgets = forgets()
+            if _PREDICTION.forgets:
                 return reach
             reach *= GROWTH
             forgets = self.launch_test(reach)
@@ -126,7 +133,7 @@ class Boundary:
     def reduced(self) -> tuple[Tensor, Tensor]:
         """P and L of the leaving sequence's steps."""
         steps = self.steps
-        return self.reduce(self.tail, lambda chunk: steps.part(chunk).compose(), type(steps), steps.reverse)
+        return self.reduce(self.tail, lambda chunk: steps.part(chunk).compose(), steps.ring, steps.reverse)
 
     def reduced_backward(self, grad_h: Tensor, h: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
         """P and L of the entering sequence's gradient, which flows in the opposite direction."""
@@ -136,10 +143,10 @@ class Boundary:
         def compose(chunk: slice) -> tuple[Tensor, Tensor]:
             return steps.compose_backward(steps.derivatives(chunk, h, carry), grad_h[:, chunk])
 
-        return self.reduce(self.head, compose, Linear, not steps.reverse)
+        return self.reduce(self.head, compose, LINEAR, not steps.reverse)
 
     def reduce(
-        self, steps: slice, compose: Callable[[slice], tuple[Tensor, Tensor]], ring: type[Linear], reverse: bool
+        self, steps: slice, compose: Callable[[slice], tuple[Tensor, Tensor]], ring: Ring, reverse: bool
     ) -> tuple[Tensor, Tensor]:
         """P and L of steps, chunk by chunk to bound the temporary memory."""
         begins = range(steps.start, steps.stop, self.steps.largest_chunk)
@@ -189,7 +196,7 @@ class Boundary:
     def enter(self, initial: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         """The carry and the last state, from all processes' P and L, (R, B, D)."""
         steps = self.steps
-        if self.can_pass_on(resets) and type(steps) is not Logarithmic:
+        if self.can_pass_on(resets) and steps.ring is LINEAR:
             return kernel.pass_on(P, L, initial, self.rank, steps.reverse)
         start = initial.to(P.dtype)
         after, last = steps.scan(P.transpose(0, 1), L.transpose(0, 1), start, self.forgotten(resets))
@@ -223,7 +230,7 @@ class Boundary:
         steps = self.steps
         if h0 is not None:
             return h0
-        return torch.full((self.sequences, steps.channels), steps.zero, dtype=steps.dtype, device=steps.device)
+        return torch.full((self.sequences, steps.channels), steps.ring.zero, dtype=steps.dtype, device=steps.device)
 
 
 class _Sharded(torch.autograd.Function):

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from ostinato.distributed import boundary
 from ostinato.distributed.boundary import Boundary
 from ostinato.distributed.collectives import Gathered, Shared, group_of
-from ostinato.distributed.steps import Minimal, ends
+from ostinato.distributed.kinds import Minimal
+from ostinato.distributed.steps import ends
 from ostinato.kernels.gemm import linear
 
 Module = TypeVar("Module", bound=nn.Module)

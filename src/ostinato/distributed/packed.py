@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from ostinato.distributed.boundary import Boundary, Gradients
 from ostinato.distributed.collectives import Shared, Sum, gather
-from ostinato.distributed.steps import Linear
+from ostinato.distributed.steps import Steps
 from ostinato.kernels.scan.operators import check_cu_seqlens
 
 
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 class PackedBoundary(Boundary):
     """The boundary of a shard of packed sequences: one may enter it, and the same or another leave it."""
 
-    def __init__(self, steps: Linear, group: ProcessGroup, cu_seqlens: Tensor) -> None:
+    def __init__(self, steps: Steps, group: ProcessGroup, cu_seqlens: Tensor) -> None:
         super().__init__(steps, group)
         lengths = gather(group, torch.tensor([steps.length], device=steps.device))[0]
         ends = [0, *lengths.flatten().cumsum(0).tolist()]
@@ -118,7 +118,7 @@ class PackedBoundary(Boundary):
         return P, torch.where(begins, after, L)
 
     def enter(self, initial: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
-        return super().enter(torch.full_like(P[0], self.steps.zero), P, L, *resets)
+        return super().enter(torch.full_like(P[0], self.steps.ring.zero), P, L, *resets)
 
     def enter_backward(self, grad_last: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         """As without packing, but a sequence that ends in a shard gets the gradient of its last state there."""

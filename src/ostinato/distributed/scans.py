@@ -11,8 +11,9 @@ from ostinato import scan
 from ostinato.checks import check_floating, describe
 from ostinato.distributed.boundary import Boundary
 from ostinato.distributed.collectives import group_of
+from ostinato.distributed.kinds import General, LinearScan, LogLinearScan
 from ostinato.distributed.packed import PackedBoundary
-from ostinato.distributed.steps import General, Linear, Logarithmic
+from ostinato.distributed.steps import Steps
 from ostinato.recurrence import Recurrence
 
 
@@ -64,7 +65,7 @@ def linear_scan(
     if group.size() == 1:
         return scan.linear_scan(a, b, h0, resets=resets, reverse=reverse, cu_seqlens=cu_seqlens, backend=backend)
     a, b, h0 = scan.checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend)
-    return _boundary(Linear(a, b, resets, reverse, backend), group, cu_seqlens).run(h0)
+    return _boundary(LinearScan(a, b, resets, reverse, backend), group, cu_seqlens).run(h0)
 
 
 def log_linear_scan(
@@ -101,7 +102,7 @@ def log_linear_scan(
     dtype = log_b.dtype
     wide = torch.promote_types(dtype, torch.float32)
     log_a, log_b, log_h0 = log_a.to(wide), log_b.to(wide), None if log_h0 is None else log_h0.to(wide)
-    log_h, log_h_last = _boundary(Logarithmic(log_a, log_b, resets, reverse, backend), group, cu_seqlens).run(log_h0)
+    log_h, log_h_last = _boundary(LogLinearScan(log_a, log_b, resets, reverse, backend), group, cu_seqlens).run(log_h0)
     return log_h.to(dtype), log_h_last.to(dtype)
 
 
@@ -154,5 +155,5 @@ def run(
     return _boundary(steps, group, cu_seqlens).run(None if h0 is None else h0.to(dtype))
 
 
-def _boundary(steps: Linear, group: ProcessGroup, cu_seqlens: Tensor | None) -> Boundary:
+def _boundary(steps: Steps, group: ProcessGroup, cu_seqlens: Tensor | None) -> Boundary:
     return Boundary(steps, group) if cu_seqlens is None else PackedBoundary(steps, group, cu_seqlens)
