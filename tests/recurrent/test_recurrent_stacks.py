@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 import ostinato
 from ostinato.kernels import several, streams
-from ostinato.kernels.persistent import backends, cpu, cuda, reference, wavefront
+from ostinato.kernels.persistent import backends, cpu, cuda, reference, stacks, wavefront
 from ostinato.kernels.persistent.backends import layers_at_once
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.streams import in_waves
@@ -58,7 +58,7 @@ def at_once(request, monkeypatch, kernels):
 
 
 def together(monkeypatch, count):
-    for module in (sequences, wavefront):
+    for module in (sequences, stacks):
         monkeypatch.setattr(module, "layers_at_once", lambda mask, call, layers: min(count, layers))
     backends._plan_dense.cache_clear()
     monkeypatch.setattr(sequences, "_CALLS", type(sequences._CALLS)())

@@ -16,7 +16,7 @@ from ostinato.kernels.persistent.directions import recurrent_layers
 from ostinato.kernels.persistent.modes import can_take, count_operations, is_vmapped
 from ostinato.kernels.persistent.operators import recurrent_layer
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
-from ostinato.kernels.persistent.wavefront import stacked_layers
+from ostinato.kernels.persistent.stacks import stacked_layers
 from ostinato.kernels.precision import layers_round
 from ostinato.layers import autocast_dtype, distinct, of_one_layer
 from ostinato.masks import mask_of

@@ -13,42 +13,34 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.dispatch import or_empty
-from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import gradient_of_input
-from ostinato.kernels.persistent.arguments import INPUTS, TENSORS, Arguments, Layer, Saved
-from ostinato.kernels.persistent.backends import in_portions, is_captured, layers_at_once, plan_layer
+from ostinato.kernels.persistent.arguments import INPUTS, Arguments, Layer, Saved
+from ostinato.kernels.persistent.backends import in_portions, is_captured
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.persistent.operators import (
     NOTHING,
     Executor,
-    backward_arguments,
     call_of,
-    context,
     empty_results,
     executor_of,
-    grad,
     gradients,
-    inputs,
     of_input,
-    recurrent_layer,
     saved_by,
-    whole,
 )
 from ostinato.kernels.persistent.plan import GATES
-from ostinato.kernels.several import of_several, one_operator
 from ostinato.kernels.streams import in_waves
 
 UNIT = 8  # steps, at multiples of which portions begin, so that their rows are aligned in 16 bits, too
 
 
-class _Wavefront(NamedTuple):
+class Wavefront(NamedTuple):
     """Who computes stacked layers; called with the arguments of each, it does so."""
 
     executors: tuple[Executor, ...]
     portions: int
 
     def __call__(self, *calls: tuple) -> list[tuple]:
-        layers, device = _layers(calls), calls[0][0].device
+        layers, device = layers_of(calls), calls[0][0].device
         sizes, results = self._sizes(layers[0]), [list(empty_results(*layer)) for layer in layers]
         outputs, cs, gates = ([result[i].split(sizes) for result in results] for i in (0, 3, 4))
         inputs, factors = layers[0].x.split(sizes), [_split(call[0], sizes) for call in calls]
@@ -60,7 +52,7 @@ class _Wavefront(NamedTuple):
 
         def run(i: int, portion: int) -> Sequence[Tensor | None]:
             executor, layer, kept = self.executors[i], layers[i], gates[i][portion]
-            x = _times(outputs[i - 1][portion], factors[i][portion]) if i else inputs[portion]
+            x = times(outputs[i - 1][portion], factors[i][portion]) if i else inputs[portion]
             projected = executor.project(x, layer.weight_ih, layer.bias_ih, kept if kept.numel() else None)
             h0, c0 = states[i]
             own = given[i]._replace(h0=h0, c0=c0, sequences=sequences[i][portion])
@@ -79,8 +71,8 @@ class _Wavefront(NamedTuple):
     def backward(self, calls: Sequence[tuple]) -> list[tuple]:
         """The gradients of all inputs, given the arguments of each layer's ``recurrent_layer_backward``."""
         kept, grads, needed = zip(*((x[INPUTS : INPUTS + 3], x[INPUTS + 3 : -1], x[-1]) for x in calls), strict=True)
-        layers, device = _layers(calls, [h for h, *_ in kept]), calls[0][0].device
-        sizes, passed = self._sizes(layers[0]), _passed(grads, needed)
+        layers, device = layers_of(calls, [h for h, *_ in kept]), calls[0][0].device
+        sizes, passed = self._sizes(layers[0]), layers_passed(grads, needed)
         saved = [_parts(saved_by(*each), sizes) for each in zip(self.executors, layers, kept, strict=True)]
         found = [_empty_gradients(layer, self.portions) for layer in layers]
         of_gates = [grads.split(sizes) for grads, _ in found]
@@ -104,7 +96,7 @@ class _Wavefront(NamedTuple):
             if i == passed[0]:
                 return states[i]
             of_x = gradient_of_input(of_input(into[0], layer.cell), layer.weight_ih, rounds)
-            of_outputs[i - 1][portion] = _sum(of_outputs[i - 1][portion], _times(of_x, factors[i][portion]))
+            of_outputs[i - 1][portion] = sum_of(of_outputs[i - 1][portion], times(of_x, factors[i][portion]))
             return of_outputs[i - 1][portion], *states[i]
 
         results: list[tuple] = [(None,) * INPUTS] * len(layers)
@@ -124,11 +116,11 @@ class _Wavefront(NamedTuple):
         return [end - begin for begin, end in pairwise(bounds)]
 
 
-def _layers(calls: Sequence[tuple], outputs: Sequence[Tensor] = ()) -> list[Arguments]:
+def layers_of(calls: Sequence[tuple], outputs: Sequence[Tensor] = ()) -> list[Arguments]:
     """The arguments of each layer.  Their inputs are those of the first, if no `outputs` of the layers are given."""
     layers = [Arguments(*calls[0][:INPUTS])]
     for i, (factor, *others) in enumerate(calls[1:]):
-        x = _times(outputs[i], factor) if outputs else layers[0].x  # which has as many rows
+        x = times(outputs[i], factor) if outputs else layers[0].x  # which has as many rows
         layers.append(Arguments(x, *others[: INPUTS - 1]))
     return layers
 
@@ -156,124 +148,24 @@ def _empty_gradients(layer: Arguments, portions: int) -> tuple[Tensor, Tensor]:
     return of_gates, of_gates.new_empty(portions, layer.batch, width, dtype=wide)
 
 
-def _passed(grads: Sequence[Sequence[Tensor | None]], needed: Sequence[int]) -> range:
+def layers_passed(grads: Sequence[Sequence[Tensor | None]], needed: Sequence[int]) -> range:
     """The layers on the way from gradients that are given to those that are needed."""
     first = next((i for i, bits in enumerate(needed) if bits), len(needed))
     given = [i for i, of_layer in enumerate(grads) if any(x is not None for x in of_layer)]
     return range(first, 1 + max(given, default=-1))
 
 
-def _times(x: Tensor, factor: Tensor | None) -> Tensor:
+def times(x: Tensor, factor: Tensor | None) -> Tensor:
     return x if factor is None else x * factor
 
 
-def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+def sum_of(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return y if x is None else x if y is None else x + y
 
 
-def _wavefront(*calls: tuple) -> _Wavefront:
-    layers = _layers(calls)
+def wavefront_of(*calls: tuple) -> Wavefront:
+    layers = layers_of(calls)
     executors = tuple(executor_of(*layer) for layer in layers)
     kernels, plan, *_ = executors[0]
     call = call_of(layers[0])._replace(captured=is_captured(layers[0].x.device))
-    return _Wavefront(executors, in_portions(kernels).portions(call, plan))
-
-
-def _backward(wavefront: _Wavefront, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
-    calls = [*map(backward_arguments, parts, grads)]
-    if torch.is_grad_enabled() or not is_eager([x for call in calls for x in call]):
-        return _in_turn(len(parts), 1).backward(parts, grads)
-    return wavefront.backward(calls)
-
-
-class _InTurn(NamedTuple):
-    """Groups of stacked layers, one after the other; the layers of each run at the same time."""
-
-    groups: tuple[range, ...]
-
-    def __call__(self, *calls: tuple) -> list[tuple]:
-        results: list[tuple] = []
-        for group in self.groups:
-            first, *others = ((*calls[i][:-1], len(group)) for i in group)
-            if results:
-                first = _times(results[-1][0], first[0]), *first[1:]
-            own = first, *others
-            results += _wavefront(*own)(*own) if others else [executor_of(*first)(*first)]
-        return results
-
-    def backward(self, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
-        """The gradients of all inputs, given those of the results of each layer; of groups of one, differentiable."""
-        passed = _passed(grads, [any(part.needs_input_grad) for part in parts])
-        results: list[tuple] = [(None,) * INPUTS] * len(parts)
-        from_above = None
-        for group in reversed(self.groups):
-            first, last = group.start, group.stop - 1
-            if last < passed.start or first >= passed.stop:
-                continue
-            own, given = [_of_group(parts[i], len(group)) for i in group], [grads[i] for i in group]
-            factor, *others = own[0].saved_tensors
-            if first:
-                below = parts[first - 1].saved_tensors[TENSORS]
-                needed = first > passed.start, *own[0].needs_input_grad[1:]
-                own[0] = own[0].with_saved((_times(below, factor), *others), needed)
-            of_output, *of_states = given[-1]
-            given[-1] = _sum(of_output, from_above), *of_states
-            if len(group) > 1:
-                found = _wavefront(*map(inputs, own)).backward([*map(backward_arguments, own, given)])
-            else:
-                found = [grad(own[0], *given[0])]
-            of_x, *of_others = found[0]
-            from_above = None if of_x is None else _times(of_x, factor if first else None)
-            results[first : last + 1] = (None if first else of_x, *of_others), *found[1:]
-        return results
-
-
-def _in_turn(layers: int, at_once: int) -> _InTurn:
-    return _InTurn(tuple(range(i, min(i + at_once, layers)) for i in range(0, layers, at_once)))
-
-
-def _of_group(part: Any, size: int) -> Any:
-    """What a layer has kept, with so many in its group."""
-    own = part.with_saved(part.saved_tensors, part.needs_input_grad)
-    own.settings = *own.settings[:-1], size
-    return own
-
-
-def _planned(*calls: tuple) -> _InTurn:
-    """As many layers at once as are faster, for calls that are not planned: the compiled ones."""
-    first = Arguments(*calls[0])
-    captured = first.mask_hh is None and is_captured(first.x.device)  # in a capture masks cannot be packed
-    call = call_of(first)._replace(at_once=1, captured=captured)
-    groups = _in_turn(len(calls), 1 if call.packed else layers_at_once(first.mask_hh, call, len(calls)))
-    masks = [Arguments(*given).mask_hh for given in calls]
-    fit = (
-        plan_layer(masks[i], call._replace(at_once=len(group), captured=False)).has_kernel
-        for group in groups.groups
-        for i in group
-    )
-    return groups if len(groups.groups) == len(calls) or all(fit) else _in_turn(len(calls), 1)
-
-
-def _backward_in_turn(
-    groups: _InTurn | None, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]
-) -> list[tuple]:
-    return (groups or _in_turn(len(parts), 1)).backward(parts, grads)
-
-
-def _empty(*calls: tuple) -> list[tuple]:
-    return [empty_results(*layer) for layer in _layers(calls)]
-
-
-def _separately(*calls: tuple) -> list[tuple]:
-    results: list[tuple] = []
-    for x, *others in calls:
-        results.append(recurrent_layer(_times(results[-1][0], x) if results else x, *others))
-    return results
-
-
-_compiled = one_operator("stacked_layers", _planned, context, _backward_in_turn, inputs, _empty, whole)
-stacked_layers = of_several("stacked_layers", _separately, _wavefront, context, _backward, _compiled)
-"""The ``recurrent_layer`` of each of stacked layers, given its arguments.
-
-The first's x is the input.  That of another is what the output below is multiplied with, such as by dropout, or None.
-"""
+    return Wavefront(executors, in_portions(kernels).portions(call, plan))
