@@ -186,14 +186,30 @@ class SequenceLayers(MaskedLayers):
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None, call: KernelCall
     ) -> tuple[Any, Any]:
         """As ``torch.nn``'s forward."""
-        batch, steps, autocast, training, at_once, known = call
+        rows, stack = self._stack_of(input, states, weights, resets, call)
+        layers, both = len(self._all_weights), self.bidirectional
+        last: list[tuple[Tensor, ...]] = []
+        for first in range(0, layers, call.at_once):
+            together = range(first, min(first + call.at_once, layers))
+            if first and stack.drops:
+                rows = F.dropout(rows, self.dropout)
+            results = self._run_together(first, [self._arguments(i, together, rows, stack) for i in together], call)
+            last += [(h_n, c_n) if self.mode == "LSTM" else (h_n,) for _, h_n, c_n, *_ in results]
+            rows = torch.cat([output for output, *_ in results], 1) if both else results[-1][0]
+        states = [of_one_layer(x[0]) if layers == 1 else torch.stack(x) for x in zip(*last, strict=True)]
+        return as_given(input, rows, states, self.batch_first)
+
+    def _stack_of(
+        self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None, call: KernelCall
+    ) -> tuple[Tensor, "_Stack"]:
+        """The input's rows, and all else that the layers are given, as the kernels take it."""
+        batch, steps, autocast, training, *_ = call
+        compiled = torch.compiler.is_compiling()
         rows, states, resets = in_rows(input, states, resets, self.batch_first)
         if self._buffers:
-            weights = self._weights(recurrent=training or not rows.is_cuda or torch.compiler.is_compiling())
+            weights = self._weights(recurrent=training or not rows.is_cuda or compiled)
         offsets = None
-        if isinstance(input, PackedSequence) and (
-            torch.compiler.is_compiling() or has_several_lengths(input, batch, steps)
-        ):
+        if isinstance(input, PackedSequence) and (compiled or has_several_lengths(input, batch, steps)):
             offsets = offsets_of(input.batch_sizes, rows.device)
         begins: list[Tensor | None] = [resets, None]
         if resets is not None and self.bidirectional:
@@ -201,39 +217,46 @@ class SequenceLayers(MaskedLayers):
         if autocast is not None:
             rows, *states = (x.to(autocast) for x in (rows, *states))
             weights = [x.to(autocast) for x in weights]
-
-        cell, lstm, both = self.mode.lower(), self.mode == "LSTM", self.bidirectional
-        layers, size = len(self._all_weights), len(self._all_weights[0])
-        alone = layers == 1  # whose states need no copy, also backward
+        alone = len(self._all_weights) == 1  # whose states need no copy, also backward
         initial: list[Any] = [[x.squeeze(0)] if alone else x.unbind(0) for x in states]
-        last: list[tuple[Tensor, ...]] = []
-        drops, masks = self.training and self.dropout > 0, self._masks()
-        for first in range(0, layers, at_once):
-            if first and drops:
-                rows = F.dropout(rows, self.dropout)
-            arguments: list[tuple] = []
-            together = range(first, min(first + at_once, layers))
-            for index in together:
-                h0, c0, *_ = *(state[index] for state in initial), None, None
-                weight_ih, weight_hh, *biases = weights[index * size : (index + 1) * size]
-                bias_ih, bias_hh = biases or (None, None)
-                mask = masks[index] if masks else None
-                x: Tensor | None = rows
-                if index > first and not both:  # of the layer below only what drops outputs is known
-                    x = F.dropout(rows.new_ones(len(rows), self.hidden_size), self.dropout) if drops else None
-                reverse = both and index > first
-                tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, begins[int(reverse)]
-                arguments.append((*tensors, batch, cell, reverse, training, self._path, len(together)))
-            several = len(together) > 1
-            run: Any = recurrent_layers if both else stacked_layers if several else recurrent_layer
-            given = arguments if several else arguments[0]
-            if known is not None:
-                if first not in known:
-                    known[first] = run.prepared(*given)
-                run = known[first]
-            results = run(*given) if several else [run(*given)]
-            last += [(h_n, c_n) if lstm else (h_n,) for _, h_n, c_n, *_ in results]
-            rows = torch.cat([output for output, *_ in results], 1) if both else results[-1][0]
+        drops = self.training and self.dropout > 0
+        return rows, _Stack(initial, weights, self._masks(), offsets, begins, batch, training, drops)
 
-        states = [of_one_layer(x[0]) if alone else torch.stack(x) for x in zip(*last, strict=True)]
-        return as_given(input, rows, states, self.batch_first)
+    def _arguments(self, index: int, together: range, rows: Tensor, stack: "_Stack") -> tuple:
+        """The operator's arguments of a layer or direction, of those that run together on these rows."""
+        size, is_first = len(self._all_weights[0]), index == together.start
+        h0, c0, *_ = *(state[index] for state in stack.initial), None, None
+        weight_ih, weight_hh, *biases = stack.weights[index * size : (index + 1) * size]
+        bias_ih, bias_hh = biases or (None, None)
+        mask = stack.masks[index] if stack.masks else None
+        x: Tensor | None = rows
+        if not (is_first or self.bidirectional):  # of the layer below only what drops outputs is known
+            x = F.dropout(rows.new_ones(len(rows), self.hidden_size), self.dropout) if stack.drops else None
+        reverse = self.bidirectional and not is_first
+        begins = stack.begins[int(reverse)]
+        tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, stack.offsets, begins
+        return *tensors, stack.batch, self.mode.lower(), reverse, stack.training, self._path, len(together)
+
+    def _run_together(self, first: int, arguments: list[tuple], call: KernelCall) -> Any:
+        """The operator's results of layers or directions, of which this is the first, given its arguments of each."""
+        several = len(arguments) > 1
+        run: Any = recurrent_layers if self.bidirectional else stacked_layers if several else recurrent_layer
+        given = arguments if several else arguments[0]
+        if call.layers is not None:
+            if first not in call.layers:
+                call.layers[first] = run.prepared(*given)
+            run = call.layers[first]
+        return run(*given) if several else [run(*given)]
+
+
+class _Stack(NamedTuple):
+    """What all layers and directions of a call are given."""
+
+    initial: list[Any]  # h, and an LSTM's c, of each
+    weights: list[Tensor]  # of all, in torch.nn's order
+    masks: list[Tensor | None]  # of each one's recurrent weights; none if nothing is pruned
+    offsets: Tensor | None  # of packed sequences of several lengths
+    begins: list[Tensor | None]  # the resets of each direction
+    batch: int
+    training: bool
+    drops: bool  # whether outputs of all layers but the last are dropped
