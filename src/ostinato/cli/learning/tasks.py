@@ -64,19 +64,25 @@ def copying(
                 "curve": [],
             }
             run.content["runs"].append(row)
-            for point in _trained(run, trainer, cell):
-                if trainer.stage_step % (5 * 50) == 0:
-                    accuracy = trainer.evaluate(length, sequences, seed=seed + 1)[length:].mean().item()
-                    row["curve"].append({**asdict(point), "accuracy": accuracy})
-                    run.save()
-                    run.console.print(
-                        f"{cell}  step {point.step:6,}  {point.seconds:4.0f} s  length {point.length:5,}: "
-                        f"loss {point.train_loss:.4f}, {point.train_accuracy:.2%} right; "
-                        f"length {length:,}: {accuracy:.2%}"
-                    )
+            _follow_copying(run, trainer, row, length, sequences)
             row["accuracy"] = trainer.evaluate(length, test_sequences, seed=seed + 2)[length:].mean().item()
             run.save()
             run.console.print(f"{cell}: {row['accuracy']:.2%} of {test_sequences * items:,} tokens right")
+
+
+def _follow_copying(run: LearningRun, trainer: "TaskTrainer", row: dict[str, Any], length: int, sequences: int) -> None:
+    """Train to the end; the curve of the `row` is tested on so many sequences of the full length."""
+    for point in _trained(run, trainer, row["cell"]):
+        if trainer.stage_step % (5 * 50):
+            continue
+        accuracy = trainer.evaluate(length, sequences, seed=run.seed + 1)[length:].mean().item()
+        row["curve"].append({**asdict(point), "accuracy": accuracy})
+        run.save()
+        run.console.print(
+            f"{row['cell']}  step {point.step:6,}  {point.seconds:4.0f} s  length {point.length:5,}: "
+            f"loss {point.train_loss:.4f}, {point.train_accuracy:.2%} right; "
+            f"length {length:,}: {accuracy:.2%}"
+        )
 
 
 def _curriculum(length: int, items: int, steps: int) -> "list[Stage]":
@@ -113,13 +119,10 @@ def bits(
 
     After every bit: is it equal to the first, are there more ones, is the number of ones odd?
     """
-    import torch
+    from ostinato.bench.learning.fit import Stage
+    from ostinato.bench.learning.tasks import QUESTIONS
 
-    from ostinato.bench.learning.fit import Stage, TaskTrainer, remember
-    from ostinato.bench.learning.tasks import QUESTIONS, Bits
-    from ostinato.models import LanguageModel
-
-    trained, longest, width, learning_rate = 40, 256, 16 if quick else 32, 5e-3
+    trained, longest, learning_rate = 40, 256, 5e-3
     stage = Stage(trained, batch_size=8 if quick else 64, steps=10 if quick else steps)
     sequences = 16 if quick else 1024
     chosen = questions.split(",")
@@ -144,25 +147,35 @@ def bits(
             for question, cell, depth in works:
                 what = f"{question:<9}{cell:<8}{depth} layer{'s' if depth > 1 else ' '}"
                 progress.update(bar, description=what)
-                torch.manual_seed(seed)
-                # Nothing but the recurrence may look back.
-                model = LanguageModel(
-                    2, width=width, num_layers=depth, cell=cell, expansion=1, conv_kernel=0, mlp_ratio=2, dropout=0.0
-                )
-                remember(model, trained)
-                task = Bits(question)
-                trainer = TaskTrainer(model, task, [stage], learning_rate=learning_rate, seed=seed, device=run.device)
+                trainer = _trainer_of_bits(run, question, cell, depth, stage, learning_rate)
                 curve = []
                 while not trainer.finished:
                     curve.append(asdict(trainer.advance(100)))
                     run.stop_if_interrupted()
-                row = {"question": question, "cell": cell, "num_layers": depth, "model": model.settings}
-                row |= {"parameters": parameters_of(model), "curve": curve}
+                row = {"question": question, "cell": cell, "num_layers": depth, "model": trainer.model.settings}
+                row |= {"parameters": parameters_of(trainer.model), "curve": curve}
                 row |= _accuracies(trainer.evaluate(longest, sequences, seed=seed + 1, at_once=sequences), trained)
                 run.content["runs"].append(row)
                 run.save()
                 progress.console.print(f"{what:<25}{row['accuracy_within']:12.1%}{row['accuracy_beyond']:20.1%}")
                 progress.advance(bar)
+
+
+def _trainer_of_bits(
+    run: LearningRun, question: str, cell: str, depth: int, stage: "Stage", learning_rate: float
+) -> "TaskTrainer":
+    """Of a model in which nothing but the recurrence may look back."""
+    import torch
+
+    from ostinato.bench.learning.fit import TaskTrainer, remember
+    from ostinato.bench.learning.tasks import Bits
+    from ostinato.models import LanguageModel
+
+    torch.manual_seed(run.seed)
+    alone: dict[str, Any] = {"expansion": 1, "conv_kernel": 0, "mlp_ratio": 2, "dropout": 0.0}
+    model = LanguageModel(2, width=16 if run.quick else 32, num_layers=depth, cell=cell, **alone)
+    remember(model, stage.length)
+    return TaskTrainer(model, Bits(question), [stage], learning_rate=learning_rate, seed=run.seed, device=run.device)
 
 
 def _accuracies(right: "Tensor", trained: int) -> dict[str, Any]:
