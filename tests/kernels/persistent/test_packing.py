@@ -33,8 +33,8 @@ def packed_matrix(mask, chosen):
     tiles = numbers.permute(0, 1, 2, 6, 3, 5, 4, 7).flatten(5).flatten(3, 4)  # (blocks, warps, tiles, 16, columns)
     columns = order[places.flatten(2)[..., : chosen.tiles * chosen.tile_columns]].view(*tiles.shape[:3], -1)
     for block, warp, tile in itertools.product(*map(range, tiles.shape[:3])):
-        turn = sum(end <= tile for end in itertools.accumulate(chosen.share_tiles))
-        strip = (turn * packing.WARPS + warp) // chosen.shares
+        turn = sum(end <= tile for end in itertools.accumulate(chosen.strips.tiles))
+        strip = (turn * packing.WARPS + warp) // chosen.strips.shares
         rows = matrix[block, strip * 16 : strip * 16 + 16]
         rows.index_add_(1, columns[block, warp, tile], tiles[block, warp, tile].long())
     return pack, matrix
@@ -63,7 +63,7 @@ def test_a_packing_is_the_matrix(path, cell, hidden, density, processors, turns,
     chosen = min((g for g in found if g.cluster == found[-1].cluster), key=lambda g: microseconds(g, 3))
     pack, matrix = packed_matrix(mask, chosen)
     chosen = pack.geometry
-    assert path == "sparse" or backward or len(chosen.share_tiles) >= turns
+    assert path == "sparse" or backward or len(chosen.strips.tiles) >= turns
     numbers = torch.where(mask, torch.arange(1, mask.numel() + 1).view(mask.shape), 0)
     at, row, column = torch.meshgrid(*map(torch.arange, (chosen.blocks, chosen.rows, chosen.slice)), indexing="ij")
     if backward:  # the definition, see matrix.cuh

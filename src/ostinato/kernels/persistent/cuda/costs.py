@@ -171,7 +171,7 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     if geometry.path == "sparse":
         step += _SECOND_LOAD * geometry.tiles / 1e3 if geometry.state_bytes > 16 else 0
     elif geometry.path == "block":
-        step += _SHARE * len(geometry.share_tiles)
+        step += _SHARE * len(geometry.strips.tiles)
         step += _ROUND_TRIP * (ceil_div(geometry.words, geometry.words_in_flight) - 1)
     elif geometry.path == "dense" and not geometry.distributed:
         step += _SHORT * others if geometry.dtype.itemsize == 2 and geometry.turns == 1 else 0

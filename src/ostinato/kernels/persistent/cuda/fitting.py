@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ostinato.kernels.persistent.cuda.geometry import REGISTERS, WARPS, Geometry, ceil_div
+from ostinato.kernels.persistent.cuda.geometry import REGISTERS, WARPS, Geometry, Strips, ceil_div
 from ostinato.kernels.persistent.plan import GATES
 
 
@@ -25,12 +25,12 @@ def split_strips(geometry: Geometry, strip_columns: Sequence[int], shared_limit:
         at_once = WARPS // shares  # strips
         first = range(0, len(strip_tiles), at_once)
         tiles = tuple(ceil_div(max(strip_tiles[i : i + at_once]), shares) for i in first)
-        return fill_registers(geometry._replace(tiles=sum(tiles), shares=shares, share_tiles=tiles), shared_limit)
+        return fill_registers(geometry._replace(tiles=sum(tiles), strips=Strips(shares, tiles)), shared_limit)
 
     def accesses(way: Geometry) -> float:
         """Two to gather a tile, four to load one that is not in registers, four for a sum; and reads of sums."""
         kept = way.tiles - way.held
-        of_warps = WARPS * (2 * way.tiles + 4 * kept + 4 * len(way.share_tiles))
+        of_warps = WARPS * (2 * way.tiles + 4 * kept + 4 * len(way.strips.tiles))
         return of_warps + way.parts_of_sums * way.rows * way.columns / 32
 
     ways = (split(shares) for shares in (1, 2, 4, 8))

@@ -10,6 +10,15 @@ three kinds of matrix product, each the Product of ``<path>.cuh``:
 ``block``   the nonzero columns of each strip of 16 rows, on tensor cores
 ``sparse``  single weights with their indices, by FMA instructions
 ==========  ==================================================================
+
+The dense product is that of four kernels, told by the fields of a :class:`Geometry`:
+
+===================  ==================================================================================
+none of the others   a block computes one group, whose states pass through global memory, as of pruned layers
+``distributed``      a group's blocks are one cluster, and the states stay in its shared memory
+``turns`` of 2       a block computes two groups in turn: some of its warps multiply, others update
+``wide`` as well     so do the warpgroups of a block, of many sequences each; see ``wide.cuh``
+===================  ==================================================================================
 """
 
 import math
@@ -40,6 +49,13 @@ def round_up(a: int, b: int) -> int:
     return ceil_div(a, b) * b
 
 
+class Strips(NamedTuple):
+    """How the warps of the block kernel divide strips of 16 rows."""
+
+    shares: int  # of each strip, by as many warps
+    tiles: tuple[int, ...]  # of a warp's first share, of its second, ...
+
+
 class Geometry(NamedTuple):
     """How the units and sequences of a layer are divided among the blocks of a persistent kernel."""
 
@@ -56,12 +72,15 @@ class Geometry(NamedTuple):
     tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
     held: int = 0  # tiles in registers
     streamed: int = 0  # tiles read from L2 at every step, as they do not fit on chip; all others are in shared memory
+
+    # Of the dense product alone, see above.
     distributed: bool = False  # states stay in the shared memory of a cluster of all blocks of a group
+    turns: int = 1  # groups that a block computes in turn
+    wide: bool = False  # the product of many sequences by warpgroups, which `cluster` blocks share
     sum_buffers: int = 2  # for the partial sums of a step; with one, warps wait for each other before they write theirs
-    shares: int = 1  # into which the block kernel splits each strip of 16 rows
-    share_tiles: tuple[int, ...] = ()  # tiles of a warp's first share, of its second, ...
-    turns: int = 1  # groups that a block of the dense kernel computes in turn: some warps multiply, others update
-    wide: bool = False  # the dense product of many sequences by warpgroups; `cluster` blocks share it, see wide.cuh
+
+    # Of the block product alone.
+    strips: Strips = Strips(1, ())
 
     # Units, sequences and blocks.
 
@@ -309,7 +328,7 @@ class Geometry(NamedTuple):
     @property
     def parts_of_sums(self) -> int:
         """Partial sums of a row in the block kernel: one per share, or one per share and half of the places."""
-        return self.shares * (2 if self.columns <= 4 and self.dtype.itemsize == 2 else 1)
+        return self.strips.shares * (2 if self.columns <= 4 and self.dtype.itemsize == 2 else 1)
 
     @property
     def shared_bytes(self) -> int:
@@ -321,7 +340,7 @@ class Geometry(NamedTuple):
         elif self.path == "dense":
             rows = self.column_parts * (16 * self.row_tiles + 4)
         else:
-            rows = self.parts_of_sums * (16 * len(self.share_tiles) * WARPS // self.shares + 4)
+            rows = self.parts_of_sums * (16 * len(self.strips.tiles) * WARPS // self.strips.shares + 4)
         sums = 0 if self.scatters else self.sum_buffers * rows * self.capacity * 4
         state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
         mail = self.turns * 2 * (self.cluster - (not self.scatters)) * self.units * self.capacity * 8

@@ -66,24 +66,26 @@ def _pack_block(rows: Tensor, geometry: Geometry, properties: Any) -> Packing:
     ranks = F.pad(needed, (0, -pitch % banks)).unflatten(2, (-1, banks)).cumsum(2).flatten(2)[..., :pitch]
     bank = torch.arange(pitch, device=rows.device) % banks
     order = (ranks * banks + bank).masked_fill(~needed, pitch * banks * 2).argsort(2)
-    size = geometry.shares * width * max(geometry.share_tiles)
+    size = geometry.strips.shares * width * max(geometry.strips.tiles)
     order = F.pad(order, (0, max(0, size - pitch)))[..., :size]
     real = torch.arange(size, device=rows.device) < counts.unsqueeze(2)
     numbers = strips.gather(3, order.unsqueeze(2).expand(-1, -1, 16, -1))
     numbers = torch.where(real.unsqueeze(2), numbers, 0)
     places = torch.where(real, order, pitch + torch.arange(size, device=rows.device) % ZERO_PLACES)
 
-    at_once = WARPS // geometry.shares
+    at_once = WARPS // geometry.strips.shares
     missing = -strips.shape[1] % at_once
     numbers, places = F.pad(numbers, (0, 0) * 2 + (0, missing)), F.pad(places, (0, 0, 0, missing), value=pitch)
 
     def of_warps(turn: int, tiles: int) -> tuple[Tensor, Tensor]:
         """The warps' shares of a round's strips, (blocks, WARPS, tiles, 16, width), and their places."""
-        mine, columns = slice(turn * at_once, (turn + 1) * at_once), slice(0, geometry.shares * tiles * width)
-        shares = numbers[:, mine, :, columns].unflatten(3, (geometry.shares, tiles, width)).permute(0, 1, 3, 4, 2, 5)
+        mine, columns = slice(turn * at_once, (turn + 1) * at_once), slice(0, geometry.strips.shares * tiles * width)
+        shares = (
+            numbers[:, mine, :, columns].unflatten(3, (geometry.strips.shares, tiles, width)).permute(0, 1, 3, 4, 2, 5)
+        )
         return shares.flatten(1, 2), places[:, mine, columns].reshape(blocks, WARPS, tiles * width)
 
-    rounds = [of_warps(turn, tiles) for turn, tiles in enumerate(geometry.share_tiles)]
+    rounds = [of_warps(turn, tiles) for turn, tiles in enumerate(geometry.strips.tiles)]
     packed, all_places = torch.cat([w for w, _ in rounds], 2), torch.cat([p for _, p in rounds], 2)
     all_places = F.pad(all_places, (0, -all_places.shape[2] % 64), value=pitch)  # an even number for each lane
     number = 4 // geometry.dtype.itemsize

@@ -86,7 +86,7 @@ def _macros_of_product(geometry: Geometry) -> Macros:
     state = ("STATE_COLUMNS", geometry.state_bytes // geometry.dtype.itemsize)
     if geometry.path == "sparse":
         return ("ENTRIES", geometry.tiles), *streamed, state
-    shares = ("SHARES", geometry.shares), ("LAST_TILES", _last_tiles(geometry))
+    shares = ("SHARES", geometry.strips.shares), ("LAST_TILES", _last_tiles(geometry))
     return ("TILES", geometry.tiles), *streamed, *shares, state
 
 
@@ -114,5 +114,5 @@ def _pause(geometry: Geometry) -> int:
 
 def _last_tiles(geometry: Geometry) -> str:
     """A bit for each of a warp's tiles in the block kernel, set for the last of a share, as 64-bit literals."""
-    bits = sum(1 << end - 1 for end in itertools.accumulate(geometry.share_tiles))
+    bits = sum(1 << end - 1 for end in itertools.accumulate(geometry.strips.tiles))
     return ",".join(f"{bits >> first & 2**64 - 1}ull" for first in range(0, geometry.tiles, 64))
