@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import ostinato
 from ostinato.kernels.persistent import backends, cpu, reference
 from ostinato.kernels.persistent.plan import no_kernel
-from ostinato.layers import states_of
 from ostinato.recurrent import sequences
+from ostinato.states import states_of
 from recurrent_layers import forget_calls, use_kernels
 
 CELLS = ("RNN", "GRU", "LSTM")

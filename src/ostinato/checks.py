@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.kernels.derived import derived_from
+from ostinato.kernels.precision import autocast_dtype
 from ostinato.kernels.scan.operators import shortened
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ONE_STEP = "(B, input_size) or (input_size,)"  # the shape of an input of one step
 
 
 def check_integers(least: int | None = None, /, **numbers: int) -> None:
@@ -119,3 +121,23 @@ def _checked_batch(batch_sizes: Tensor, rows: int) -> int:
 def describe(x: object) -> str:
     """The type of an argument, for an error message."""
     return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x).__name__}"
+
+
+def check_input(
+    x: Tensor, input_size: int, weight: Tensor, ranks: tuple[int, ...], shape: str, name: str = "input"
+) -> None:
+    """Raise TypeError or ValueError unless `x` is a valid input of a layer or cell with this weight."""
+    check_floating(name, x)
+    if x.dim() not in ranks:
+        raise ValueError(f"{name} must have shape {shape}; got {tuple(x.shape)}")
+    if x.shape[-1] != input_size:
+        raise ValueError(f"{name} must have input_size = {input_size} features last; got shape {tuple(x.shape)}")
+    check_like_weight(name, x, weight)
+
+
+def check_like_weight(name: str, x: Tensor, weight: Tensor) -> None:
+    """Raise ValueError or TypeError unless `x` has the weight's device and, except under autocast, its dtype."""
+    if x.device != weight.device:
+        raise ValueError(f"{name} must be on the module's device, {weight.device}; got {x.device}")
+    if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
+        raise TypeError(f"{name} must have the parameters' dtype, {weight.dtype}; got {x.dtype}")

@@ -3,8 +3,8 @@
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar, overload
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,14 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.checks import (
+    ONE_STEP,
     check_choice,
     check_dtype,
     check_flags,
     check_floating,
+    check_input,
     check_integers,
+    check_like_weight,
     check_numbers,
     check_packed,
     check_resets,
@@ -26,10 +29,7 @@ from ostinato.checks import (
 )
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.scan import BACKENDS
-
-Hidden = Tensor | tuple[Tensor, ...]
-State = TypeVar("State", bound=Hidden)  # of a kind of layer
-ONE_STEP = "(B, input_size) or (input_size,)"
+from ostinato.states import Hidden, State, each, stacked
 
 
 class LayerCall(Protocol[State]):
@@ -339,72 +339,8 @@ class StackedLayers(nn.Module, Generic[State]):
         check_like_weight(name, state, self._parameter("weight_ih_l0"))
 
 
-def states_of(hx: Hidden | None) -> list[Tensor]:
-    """The tensors of a state: h, an LSTM's c too, or none."""
-    if hx is None:
-        return []
-    if isinstance(hx, Tensor):
-        return [hx]
-    if not isinstance(hx, (tuple, list)):
-        raise TypeError(f"state must be a tensor, or h and c in a tuple; got {type(hx).__name__}")
-    return list(hx)
-
-
-def distinct(states: list[Tensor]) -> list[Tensor]:
-    """Without c where it is the tensor that h is: calls can be prepared for distinct tensors only."""
-    return states[:1] if len(states) == 2 and states[0] is states[1] else states
-
-
-def hidden_of(states: Sequence[Tensor]) -> Any:
-    """The state of these tensors: the inverse of :func:`states_of`."""
-    return tuple(states) if len(states) > 1 else states[0] if states else None
-
-
-def each(function: Callable[[Tensor], Tensor], hidden: Hidden) -> Any:
-    """Apply the function to every tensor of a state."""
-    return tuple(map(function, hidden)) if isinstance(hidden, tuple) else function(hidden)
-
-
-def stacked(states: list[Any]) -> Any:
-    """The states of all layers concatenated."""
-    if len(states) == 1:
-        return states[0]
-    return tuple(map(torch.cat, zip(*states, strict=True))) if isinstance(states[0], tuple) else torch.cat(states)
-
-
-def of_one_layer(state: Tensor) -> Tensor:
-    """(B, H) as (1, B, H), without a copy, but not a view: like ``torch.nn``'s states it can be detached in place."""
-    return torch.ops.aten._unsafe_view.default(state, (1, *state.shape))
-
-
 def draw_parameters(module: nn.Module, hidden_size: int) -> None:
     """Draw every parameter from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size))."""
     bound = 1 / math.sqrt(hidden_size)
     for parameter in module.parameters():
         nn.init.uniform_(parameter, -bound, bound)
-
-
-def check_input(
-    x: Tensor, input_size: int, weight: Tensor, ranks: tuple[int, ...], shape: str, name: str = "input"
-) -> None:
-    """Raise TypeError or ValueError unless `x` is a valid input of a layer or cell with this weight."""
-    check_floating(name, x)
-    if x.dim() not in ranks:
-        raise ValueError(f"{name} must have shape {shape}; got {tuple(x.shape)}")
-    if x.shape[-1] != input_size:
-        raise ValueError(f"{name} must have input_size = {input_size} features last; got shape {tuple(x.shape)}")
-    check_like_weight(name, x, weight)
-
-
-def check_like_weight(name: str, x: Tensor, weight: Tensor) -> None:
-    """Raise ValueError or TypeError unless `x` has the weight's device and, except under autocast, its dtype."""
-    if x.device != weight.device:
-        raise ValueError(f"{name} must be on the module's device, {weight.device}; got {x.device}")
-    if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
-        raise TypeError(f"{name} must have the parameters' dtype, {weight.dtype}; got {x.dtype}")
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes in on a device; None where it is off, or unknown, as it is to "meta"."""
-    kind = device.type
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from ostinato.episodes import in_reverse
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.recurrence.backends import kernels_on
-from ostinato.layers import Hidden, StackedLayers, State, each, of_one_layer, stacked, states_of
+from ostinato.layers import StackedLayers
 from ostinato.recurrence import Recurrence
 from ostinato.replay import recording
+from ostinato.states import Hidden, State, each, of_one_layer, stacked, states_of
 
 Run = Callable[..., tuple[Any, Any]]
 Parameters = dict[str, Any]  # tensors by name, None for an absent bias

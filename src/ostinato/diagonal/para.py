@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.gemm import linear
-from ostinato.layers import Hidden, State
 from ostinato.recurrence import recurrence
+from ostinato.states import Hidden, State
 
 
 @recurrence

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from ostinato.checks import check_integers
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.gemm import linear
-from ostinato.layers import Hidden
 from ostinato.recurrence import recurrence
+from ostinato.states import Hidden
 
 TINY = 1e-37  # too small to change any other number; added under a root, whose derivative at 0 is infinite
 

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.gemm import linear
-from ostinato.layers import Hidden
 from ostinato.recurrence import recurrence
+from ostinato.states import Hidden
 
 SRU_SCALE = math.sqrt(3)  # keeps the variance of the highway's input at initialisation, where its gate is half open
 

@@ -10,7 +10,7 @@
 ``gemm.py``             matrix products over all steps; ``convolution.py``, those on AMD's CPUs, ``cublas.py``, those of
                         another precision than PyTorch's
 ``products.py``         several small products in one launch on a GPU, by ``products.cu``
-``precision.py``        whether float32 may be rounded to tf32
+``precision.py``        whether float32 may be rounded to tf32, and what autocast computes in
 ``nvrtc.py``            CUDA kernels: compiled, loaded, launched
 ``numeric.cuh``         their arithmetic; ``barriers.cuh``, ``gemv.cuh`` and ``transpose.cu``, parts of them
 ``streams.py``          kernels beside each other on a GPU

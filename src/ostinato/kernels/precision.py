@@ -1,4 +1,4 @@
-"""Whether products of float32 may be rounded to tf32 on a GPU, as PyTorch's switches say.
+"""The precision of products: whether PyTorch's switches round those of float32 to tf32 on a GPU, and autocast's dtype.
 
 Of RNN, GRU and LSTM the switch is that of ``torch.nn``'s layers, ``torch.backends.cudnn.rnn.fp32_precision``, which is
 "tf32" by default; of all other products it is ``torch.backends.cuda.matmul.fp32_precision``, which is not.
@@ -21,3 +21,9 @@ def layers_round(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or dtype != torch.float32:
         return False
     return _precision("cuda", "rnn") == "tf32" if cublas.is_loaded() else products_round()
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on a device; None where it is off, or unknown, as it is to "meta"."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None

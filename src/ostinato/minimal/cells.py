@@ -5,12 +5,21 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ostinato.checks import check_choice, check_dtype, check_flags, check_floating, check_integers
+from ostinato.checks import (
+    ONE_STEP,
+    check_choice,
+    check_dtype,
+    check_flags,
+    check_floating,
+    check_input,
+    check_integers,
+    check_like_weight,
+)
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.recurrence.linear.layer import layer_scan
 from ostinato.kernels.scan import BACKENDS
-from ostinato.layers import ONE_STEP, check_input, check_like_weight, draw_parameters
+from ostinato.layers import draw_parameters
 from ostinato.minimal.recurrences import CANDIDATES, GATES, recurrence_of
 from ostinato.minimal.steps import StepCache, next_state, steps_alone
 

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.gemm import linear
-from ostinato.layers import Hidden
 from ostinato.minimal.recurrences import RECURRENCES
+from ostinato.states import Hidden
 
 
 class HighwayMinGRU(DiagonalLayers[Tensor]):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.layers import of_one_layer
+from ostinato.states import of_one_layer
 
 Step = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Any]
 """From an input, the states, if any, and all layers' weights to the output and a list of the next states."""

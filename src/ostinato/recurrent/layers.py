@@ -15,11 +15,13 @@ from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.backends import least_steps
 from ostinato.kernels.persistent.modes import is_vmapped
 from ostinato.kernels.persistent.plan import Plan, no_kernel
-from ostinato.layers import LayerCall, State, autocast_dtype, hidden_of, states_of
+from ostinato.kernels.precision import autocast_dtype
+from ostinato.layers import LayerCall
 from ostinato.recurrent.sequences import LEFT_TO_TORCH, SequenceLayers
 from ostinato.recurrent.steps import StepLayers
 from ostinato.recurrent.torch_layers import check_hidden
 from ostinato.replay import recording
+from ostinato.states import State, hidden_of, states_of
 
 
 class _Recurrent(SequenceLayers, StepLayers[State]):

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.checks import check_packed
 from ostinato.kernels.derived import derived_from
-from ostinato.layers import Hidden, hidden_of
+from ostinato.states import Hidden, hidden_of
 
 
 def in_rows(

@@ -17,11 +17,11 @@ from ostinato.kernels.persistent.modes import can_take, count_operations, is_vma
 from ostinato.kernels.persistent.operators import recurrent_layer
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.stacks import stacked_layers
-from ostinato.kernels.precision import layers_round
-from ostinato.layers import autocast_dtype, distinct, of_one_layer
+from ostinato.kernels.precision import autocast_dtype, layers_round
 from ostinato.masks import mask_of
 from ostinato.recurrent.rows import as_given, has_several_lengths, in_rows, offsets_of, size_of
 from ostinato.recurrent.weights import MaskedLayers
+from ostinato.states import distinct, of_one_layer
 
 _CALLS = Prepared()  # keyed by input, weights, states, resets, and the masks of recurrent weights
 

@@ -7,16 +7,16 @@ from typing import Any, Generic, cast
 import torch
 from torch import Tensor
 
-from ostinato.checks import check_integers
+from ostinato.checks import ONE_STEP, check_input, check_integers, check_like_weight
 from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.backends import frozen_step, most_single_steps, step_of, step_of_layers
-from ostinato.layers import ONE_STEP, State, check_input, check_like_weight, distinct, hidden_of, states_of
 from ostinato.masks import mask_name, masked
 from ostinato.recurrent.cells import by_cells
 from ostinato.recurrent.gradients import differentiable
 from ostinato.recurrent.torch_layers import check_hidden
 from ostinato.recurrent.weights import MaskedLayers
 from ostinato.replay import Recorder, recording
+from ostinato.states import State, distinct, hidden_of, states_of
 
 _STEPS = Prepared()  # keyed by input, weights and states
 

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.episodes import forward_by_episodes
 from ostinato.kernels.eager import is_differentiated, is_eager
 from ostinato.kernels.persistent.modes import is_pushed_forward
-from ostinato.layers import hidden_of, states_of
 from ostinato.recurrent.rows import as_given, in_rows
+from ostinato.states import hidden_of, states_of
 
 _FUNCTIONS = {mode: getattr(torch._VF, mode.lower()) for mode in ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")}
 
