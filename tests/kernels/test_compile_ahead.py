@@ -37,7 +37,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(scans, "prepare_linear_scan", lambda *_: None)  # which allocates on a GPU
     for module in (layer_scan, linear_recurrence):
         monkeypatch.setattr(module, "kernels_on", lambda *_: cuda)
-    monkeypatch.setattr(nonlinear, "kernels_on", lambda *_: steps_cuda)
+    monkeypatch.setattr(nonlinear, "nonlinear_kernels_on", lambda *_: steps_cuda)
     yield ahead, loaded
     for prepared in (launch._prepare, scans._prepare_scan, cuda._prepare_layer, steps_cuda._compile_ahead):
         prepared.cache_clear()

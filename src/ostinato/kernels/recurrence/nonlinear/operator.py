@@ -18,7 +18,7 @@ from ostinato.kernels.recurrence.arguments import (
     split,
     tensors_of_backward,
 )
-from ostinato.kernels.recurrence.backends import kernels_on
+from ostinato.kernels.recurrence.backends import nonlinear_kernels_on
 from ostinato.kernels.recurrence.nonlinear.linearised import composite, jvp
 from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
@@ -58,7 +58,7 @@ def _forward(
     sequences, parameters = by_kind(trace.sequences, arguments)
     like = sequences[0]
     check_cu_seqlens(cu_seqlens, like.shape[1])
-    kernels = kernels_on(backend, like.device.type, "nonlinear")
+    kernels = nonlinear_kernels_on(backend, like.device.type)
     if like.numel() == 0:
         last = [x.to(like.dtype, copy=True) for x in initial_states(trace, like, h0, c0, cu_seqlens)]
         return [like.new_empty(like.shape) for _ in last] + last
@@ -136,7 +136,7 @@ def _backward_impl(
     grads, grads_last, states, arguments = tensors_of_backward(trace, tensors)
     like = states[0]
     check_cu_seqlens(cu_seqlens, like.shape[1])
-    kernels = kernels_on(backend, like.device.type, "nonlinear")
+    kernels = nonlinear_kernels_on(backend, like.device.type)
     absent = like.new_empty(0), like.new_empty(0)  # two, as what an operator returns must not share memory
     starts = h0 is not None or c0 is not None
     if like.numel() == 0:
@@ -149,13 +149,13 @@ def _backward_impl(
     own = split(trace, arguments)
     sequences, parameters = by_kind(trace.sequences, own)
     initial = initial_states(trace, like, h0, c0, cu_seqlens) if starts else None
-    given = [_or_none(x) for x in (grads, grads_last)]
     concatenated = None if len(arguments) == len(own) else torch.empty_like(arguments[0])
     of_sequences = [x.new_empty(x.shape) for x in sequences]
     if concatenated is not None:
         of_sequences = list(concatenated.chunk(len(sequences), -1))
     call = Call(trace, sequences, parameters, initial, order_of(cu_seqlens, resets, reverse))
-    of_parameters, grad_initial = kernels.steps_backward(call, states, *given, of_sequences)
+    of_results = _or_none(grads), _or_none(grads_last)
+    of_parameters, grad_initial = kernels.steps_backward(call, states, *of_results, of_sequences)
     both = [*(grad_initial or ()), *absent][:2]
     if concatenated is not None:
         return [*both, concatenated, of_parameters.flatten().to(arguments[1].dtype)]
