@@ -17,7 +17,7 @@ import ostinato
 import persistent_cases
 import persistent_layers
 import scan_kernels
-from kernels.persistent import test_cuda_step, test_passes, test_small
+from kernels.persistent import test_cuda_step, test_directions, test_passes, test_small
 from kernels.recurrence import test_nonlinear_recurrence, test_projected
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels import gemm
@@ -167,8 +167,9 @@ def products_of_small_layers():
     for cell, size, (dtype, rounds) in itertools.product(test_small.CELLS, test_small.SIZES, test_small.TOLERANCE):
         given, h, found = test_small.inputs(cell, size, dtype)
         given, found = Arguments(*map(test_passes.on_gpu, given)), [*map(test_passes.on_gpu, found)]
-        persistent.small.linear(given.x, given.weight_ih, given.bias_ih, rounds)
-        persistent.small.gradients(given, h.cuda(), found, test_small.ALL, rounds)
+        product, direction = (given.x, given.weight_ih, given.bias_ih, None), (given, h.cuda(), found, test_small.ALL)
+        persistent.small.linear(rounds, product, product)
+        persistent.small.gradients(rounds, direction, direction)
 
 
 def recurrent(path, shape, in_clusters):
@@ -260,6 +261,15 @@ def stacks(cell):
         output.sum().backward()
 
 
+def directions(kind, hidden, batch, dtype):
+    """Both in one launch; their products are cuBLAS's, but those of small layers."""
+    layer = getattr(ostinato, kind)(24, hidden, bidirectional=True, device="cuda", dtype=dtype)
+    x = torch.randn(6, batch, 24, device="cuda", dtype=dtype, requires_grad=True)
+    for resets in (None, (torch.rand(6, batch) < 0.3).cuda()):
+        output, _ = layer(x, resets=resets)
+        output.sum().backward()
+
+
 PARTS = {
     f"scan-{geometry}-{dtype}".replace(" ", "-"): partial(scans_and_layers, geometry, dtype)
     for geometry, dtype in itertools.product(scan_kernels.GEOMETRIES, scan_kernels.TOLERANCE)
@@ -283,6 +293,10 @@ PARTS |= {
     for cell, dtype in itertools.product(plan.GATES, scan_kernels.TOLERANCE)
 }
 PARTS |= {f"clusters-stack-{cell}": partial(stacks, cell) for cell in ("RNN", "GRU", "LSTM")}
+PARTS |= {
+    f"clusters-directions-{kind}-{hidden}": partial(directions, kind, hidden, *others)
+    for kind, hidden, *others in test_directions.LAYERS
+}
 PARTS["transposition"] = transpositions
 PARTS["previous"] = shifts
 PARTS["biases"] = sums_of_biases

@@ -163,14 +163,15 @@ class Kernel:
         shared: int = 0,
         cooperative: bool = False,
         stream: int | None = None,
+        rows: int = 1,
     ) -> None:
-        """Start `grid` blocks of `block` threads, `shared` bytes each, on a stream, the current one if None.
+        """Start `rows` of `grid` blocks of `block` threads, `shared` bytes each, on a stream, the current one if None.
 
         In a cooperative launch all blocks are resident at once, or it fails.
         """
         if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
-                self.launch(device, grid, block, parameters, shared, cooperative, stream)
+                self.launch(device, grid, block, parameters, shared, cooperative, stream, rows)
             return
         if _thread.device != device:
             self._enter(device)
@@ -181,9 +182,9 @@ class Kernel:
         pointer = _Pointer(parameters)
         address = _address_of(pointer)
         if cooperative:
-            (error,) = self._launch_together(self._function, grid, 1, 1, block, 1, 1, shared, stream, address)
+            (error,) = self._launch_together(self._function, grid, rows, 1, block, 1, 1, shared, stream, address)
         else:
-            (error,) = self._launch(self._function, grid, 1, 1, block, 1, 1, shared, stream, address, 0)
+            (error,) = self._launch(self._function, grid, rows, 1, block, 1, 1, shared, stream, address, 0)
         if error:
             raise RuntimeError(f"launching a CUDA kernel failed: {error.name}")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ostinato.kernels import nvrtc
 
 WARPS, TILE = 8, 32  # of a block: warps, rows and columns that it computes
-_TENSORS, _PRODUCTS = 12, 8  # at most
+_TENSORS, _PRODUCTS = 22, 14  # at most
 _ADDRESSES, _FACTOR, _PRODUCT = struct.Struct(f"{_TENSORS}Q"), struct.Struct("q3i4x"), struct.Struct("q7i4x")
 
 

@@ -64,7 +64,7 @@ class SequenceLayers(MaskedLayers):
         threads = torch.get_num_threads() if on_cpu else 1
         compared = on_cpu or torch._C._get_cudnn_enabled()  # without it torch's kernels are several for every step
         call = Call(*of_layer, resets=resets, packed=packed, compared=compared, threads=threads, captured=captured)
-        call = call._replace(at_once=self._at_once(call))
+        call = call._replace(at_once=self._at_once(call), bidirectional=self.bidirectional)
         groups = {call.at_once, len(self._all_weights) % call.at_once} - {0}  # of layers at once, by size
         calls = [call._replace(at_once=size) for size in groups]
         plans = [plan_layer(mask, one) for mask in self._masks() or [None] for one in calls]

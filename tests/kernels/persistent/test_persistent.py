@@ -41,14 +41,14 @@ def test_kernels_compile_without_a_gpu(path, architecture, backward):
 def test_both_kernels_of_a_layer_are_compiled_at_the_same_time(monkeypatch):
     started, asked = threading.Barrier(2, timeout=20), []
 
-    def compiled(geometry, device, resets, packed, keeps):
-        asked.append((geometry.backward, device, resets, packed, keeps))
+    def compiled(geometry, device, resets, packed, keeps, directions):
+        asked.append((geometry.backward, device, resets, packed, keeps, directions))
         started.wait()
 
     monkeypatch.setattr(cuda_launch, "kernels", compiled)
     layer = "dense", "gru", 130, 4, f32
-    cuda_launch.compile_kernels(0, True, False, True, candidate(*layer), candidate(*layer, backward=True))
-    assert sorted(asked) == [(False, 0, True, False, True), (True, 0, True, False, False)]
+    cuda_launch.compile_kernels(0, True, False, True, 2, candidate(*layer), candidate(*layer, backward=True))
+    assert sorted(asked) == [(False, 0, True, False, True, 2), (True, 0, True, False, False, 2)]
 
 
 def test_launches_that_share_packed_weights_pack_them_once(monkeypatch):
@@ -68,7 +68,7 @@ def test_launches_that_share_packed_weights_pack_them_once(monkeypatch):
     monkeypatch.setattr(cuda_launch, "_launch_of", cuda_launch._launch_of.__wrapped__)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     for each in (layer, layer, layer._replace(packed_weights=None)):
-        cuda_launch.launch(chosen, each, {"pre": pre})
+        cuda_launch.launch(chosen, (each, {"pre": pre}))
     (first, packed), _, again, _, (alone, of_its_own), _ = given  # of the kernel that prepares
     assert first == alone == weight.data_ptr()
     assert again == (0, packed)

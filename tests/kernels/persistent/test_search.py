@@ -267,7 +267,33 @@ def test_only_the_kernels_that_a_call_launches_are_compiled(planned_for_an_h100,
     )
     call = Call(torch.device("cuda", 0), "gru", 256, 4, bf16, True, steps=None, resets=resets, packed=packed)
     assert cuda_plan.make_plan(call, None, None).path == "dense"
-    assert sorted(asked) == [(False, resets, packed, True), (True, resets, packed, False)]
+    assert sorted(asked) == [(False, resets, packed, True, 1), (True, resets, packed, False, 1)]
+
+
+def test_both_directions_are_one_launch_where_they_fit_at_once(planned_for_an_h100, monkeypatch):
+    asked = []
+
+    def kernels(geometry, device, resets, packed, keeps, directions):
+        asked.append(directions)
+        if geometry.hidden_size == 512 and directions == 2:
+            raise MemoryError("needs 128 resident blocks; the device holds 120")
+
+    monkeypatch.setattr(cuda_launch, "kernels", kernels)
+
+    def directions(hidden_size, mask=None, **of_call):
+        asked.clear()
+        both = {"at_once": 2, "bidirectional": True} | of_call
+        call = Call(torch.device("cuda", 0), "gru", hidden_size, 4, bf16, True, steps=None, **both)
+        plan = cuda_plan.make_plan(call, mask, None)
+        assert plan.has_kernel
+        assert asked[-1] == plan.directions
+        return plan.directions
+
+    assert directions(256) == 2
+    assert directions(256, bidirectional=False) == 1  # two stacked layers
+    assert directions(512) == 1  # which are launched apart then
+    assert asked == [2, 2, 1, 1]
+    assert directions(3000) == 1  # each takes the whole device
 
 
 @pytest.mark.parametrize("lasts", [False, True])

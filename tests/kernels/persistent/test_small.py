@@ -78,8 +78,9 @@ def test_the_products_of_gradients_are_those_of_the_layer(cell, h0, reverse):
         names = "x", "weight_ih", "weight_hh", "bias_ih", "bias_hh"
         results = [torch.full_like(getattr(given, name), float("nan")) for name in names]
         shape = len(h), batch, batch, hidden, channels
-        described = small.products_of_gradients(cell, *shape, True, reverse, h0, names)
-        computed(described, [found[0], found[3], given.x, given.weight_ih, h, given.h0, *results])
+        described = small.products_of_gradients(cell, 1, *shape, True, reverse, h0, names)
+        of_another = [None] * 11
+        computed(described, [*of_another, found[0], found[3], given.x, given.weight_ih, h, given.h0, *results])
         expected = dict(zip(DIFFERENTIABLE, separate(given, h, found, ALL), strict=True))
         for name, result in zip(names, results, strict=True):
             torch.testing.assert_close(result, expected[name], rtol=1e-12, atol=1e-12)
@@ -118,7 +119,8 @@ def test_gradients_of_small_layers_match_float64(cell, dtype, rounds, nan_memory
     for size, needed in itertools.product((*SIZES, (8, 128, 64, 64)), (ALL, ALL, 0b1010101, 0b0101001)):
         h0, reverse, resets = next(flags)
         given, h, found = inputs(cell, size, dtype, "cuda", h0, reverse, resets)
-        ours, again = (small.gradients(given, h, found, needed, rounds) for _ in range(2))
+        other = given, h, found, ALL & ~needed
+        (ours,), (again, _) = (small.gradients(rounds, (given, h, found, needed), *more) for more in ((), (other,)))
         exact = separate(given, h, found, needed)
         for name, one, two, expected in zip(DIFFERENTIABLE, ours, again, exact, strict=True):
             assert (one is None) == (expected is None)
@@ -137,8 +139,11 @@ def test_projections_of_small_layers_match_float64(dtype, rounds, nan_memory):
         bias = bias if biased else None
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         into = torch.empty(steps * batch, hidden, device="cuda", dtype=dtype)
-        assert error(small.linear(x, weight, bias, rounds), exact) < TOLERANCE[dtype, rounds]
-        assert small.linear(x, weight, bias, rounds, into) is into
+        product = x, weight, bias
+        assert error(*small.linear(rounds, (*product, None)), exact) < TOLERANCE[dtype, rounds]
+        first, second = small.linear(rounds, (x + 1, weight, bias, None), (*product, into))
+        assert second is into
+        assert torch.equal(first, *small.linear(rounds, (x + 1, weight, bias, None)))
         assert error(into, exact) < TOLERANCE[dtype, rounds]
 
 
@@ -157,6 +162,6 @@ def test_separate_products_lead_to_the_same_gradients(cell, layers, bidirectiona
         sequences._CALLS._runs.clear()
         output, _ = layer(x)
         found.append((output, *torch.autograd.grad(output, [x, *layer.parameters()], of_output)))
-        assert len(calls) == (layers * (1 + bidirectional) if most else 0)
+        assert [len(directions) for _, *directions in calls] == ([1 + bidirectional] * layers if most else [])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3 * float(one.abs().max()))

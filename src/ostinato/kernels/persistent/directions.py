@@ -1,4 +1,4 @@
-"""Both directions of a recurrent layer, beside each other on a GPU."""
+"""Both directions of a recurrent layer at once on a GPU: in one launch, or of pruned ones beside each other."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from ostinato.kernels.persistent.operators import (
     NOTHING,
     Executor,
     back_through_time,
+    back_through_time_of_both,
     backward_arguments,
     context,
     empty_results,
@@ -26,25 +27,33 @@ from ostinato.kernels.streams import beside
 
 
 class _Both(NamedTuple):
-    """Who computes both directions; called with the arguments of each, it runs them beside each other."""
+    """Who computes both directions; called with the arguments of each, it runs them at once."""
 
     first: Executor
     second: Executor
 
-    def __call__(self, first: tuple, second: tuple) -> tuple[Any, Any]:
+    @property
+    def in_one_launch(self) -> bool:
+        return self.first.plan.directions == self.second.plan.directions == 2
+
+    def __call__(self, first: tuple, second: tuple) -> Sequence[tuple]:
+        if self.in_one_launch:
+            return self.first.both(first, second)
         return beside(Executor.__call__, (self.first, *first), (self.second, *second))
 
 
 def _both(first: tuple, second: tuple) -> _Both:
-    return _Both(executor_of(*first), executor_of(*second))
+    return _Both(*(executor_of(*call, bidirectional=True) for call in (first, second)))
 
 
 def _backward(both: _Both, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
     calls = tuple(map(backward_arguments, parts, grads))
     if torch.is_grad_enabled() or not is_eager([*calls[0], *calls[1]]):
         return [grad(part, *given) for part, given in zip(parts, grads, strict=True)]
-    first, second = ((executor, *args) for executor, args in zip(both, calls, strict=True))
     with without_autocast(calls[0][0].device.type):
+        if both.in_one_launch:
+            return [(*found, *NOTHING) for found in back_through_time_of_both(both.first, *calls)]
+        first, second = ((executor, *args) for executor, args in zip(both, calls, strict=True))
         return [(*gradients(), *NOTHING) for gradients in beside(back_through_time, first, second)]
 
 

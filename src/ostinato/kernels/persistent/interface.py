@@ -24,15 +24,16 @@ class SmallProducts(Protocol):
     def is_small(self, rows: int, width: int, channels: int, training: bool, /) -> bool:
         """Whether the products of so many rows with matrices of (width, channels) are better computed here."""
 
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, rounds: bool, out: Tensor | None = None, /
-    ) -> Tensor:
-        """The product with the input; ``rounds``: whether float32 may be rounded to tf32."""
+    def linear(self, rounds: bool, /, *products: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> list[Tensor]:
+        """The product of each input, weights and bias, written to its fourth tensor, if given.
+
+        ``rounds``: whether float32 may be rounded to tf32.
+        """
 
     def gradients(
-        self, given: Arguments, h: Tensor, found: Sequence[Tensor], needed: int, rounds: bool, /
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients of the DIFFERENTIABLE inputs, of what ``backward`` has found."""
+        self, rounds: bool, /, *directions: tuple[Arguments, Tensor, Found, int]
+    ) -> list[tuple[Tensor | None, ...]]:
+        """The gradients of each's DIFFERENTIABLE inputs, of h and what ``backward`` has found, as far as needed."""
 
 
 class Kernels(Protocol):
@@ -114,6 +115,12 @@ class KernelsInPortions(Kernels, Protocol):
         /,
     ) -> Found:
         """As that of :class:`Kernels`; the gradients of gates and their totals are written `into` these, if given."""
+
+    def forward_both(self, *directions: tuple[Layer, Tensor, Plan, bool]) -> list[Results]:
+        """``forward`` of both directions of a layer in one launch, given the arguments of each, by a plan for that."""
+
+    def backward_both(self, *directions: tuple[Layer, Saved, Sequence[Tensor | None], Plan]) -> list[Found]:
+        """``backward`` of both directions, as that."""
 
 
 class KernelsOfCPU(Kernels, Protocol):

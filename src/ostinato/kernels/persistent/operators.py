@@ -20,8 +20,8 @@ from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import add_product, gradient_of_input, gradient_of_weight, linear, linear_into, transposes
 from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, INPUTS, NEEDED_BITS, TENSORS, Arguments, Layer, Saved
-from ostinato.kernels.persistent.backends import is_captured, kernels_on, plan_layer
-from ostinato.kernels.persistent.interface import Kernels, SmallProducts
+from ostinato.kernels.persistent.backends import in_portions, is_captured, kernels_on, plan_layer
+from ostinato.kernels.persistent.interface import Found, Kernels, Results, SmallProducts
 from ostinato.kernels.persistent.modes import is_vmapped_last, without_autocast
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.precision import layers_round
@@ -45,14 +45,26 @@ class Executor(NamedTuple):
         given = Arguments(*args)
         with without_autocast(given.x.device.type):  # the tensors are converted already
             projected = self.project(given.x, given.weight_ih, given.bias_ih)
-            output, h_n, c_n, c = self.kernels.forward(self.layer_of(given), projected, self.plan, given.training)
-        c_width, gates_width = _kept_widths(given)
-        return output, h_n, c_n, c if c_width else None, projected if gates_width else None
+            found = self.kernels.forward(self.layer_of(given), projected, self.plan, given.training)
+        return _results(given, projected, found)
+
+    def both(self, *calls: tuple) -> list[tuple]:
+        """The results of both directions of a layer, whose loops are one launch."""
+        each = [Arguments(*args) for args in calls]
+        with without_autocast(each[0].x.device.type):
+            products = [(given.x, given.weight_ih, given.bias_ih) for given in each]
+            if self.small is not None:
+                projected = self.small.linear(self.rounds, *((*product, None) for product in products))
+            else:
+                projected = [self.project(*product) for product in products]
+            runs = [(given.layer, x, self.plan, given.training) for given, x in zip(each, projected, strict=True)]
+            found = in_portions(self.kernels).forward_both(*runs)
+        return [*map(_results, each, projected, found)]
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor | None = None) -> Tensor:
         """The product with the input, written `into` this tensor, if given."""
         if self.small is not None:
-            return self.small.linear(x, weight, bias, self.rounds, into)
+            return self.small.linear(self.rounds, (x, weight, bias, into))[0]
         product = x, weight, bias, self.rounds
         return linear(*product) if into is None else linear_into(into, *product)
 
@@ -65,10 +77,17 @@ class Executor(NamedTuple):
         return layer._replace(weight_hh=torch.where(mask, layer.weight_hh, 0.0))
 
 
-def executor_of(*args: Any) -> Executor:
+def _results(given: Arguments, projected: Tensor, found: Results) -> tuple:
+    """The operator's results, None for those that are absent, of what a forward returns."""
+    output, h_n, c_n, c = found
+    c_width, gates_width = _kept_widths(given)
+    return output, h_n, c_n, c if c_width else None, projected if gates_width else None
+
+
+def executor_of(*args: Any, bidirectional: bool = False) -> Executor:
     """Who computes a call with the operator's arguments: a device's kernels, or the loop over time where none fits."""
     given = Arguments(*args)
-    plan = plan_layer(given.mask_hh, call_of(given))
+    plan = plan_layer(given.mask_hh, call_of(given)._replace(bidirectional=bidirectional))
     kernels: Kernels = kernels_on(given.x.device) if plan.has_kernel else reference
     if plan.has_kernel and is_captured(given.x.device):
         cublas.create_handle(given.x.device)  # calls before the capture may not have needed one
@@ -274,6 +293,20 @@ def back_through_time(executor: Executor, *args: Any) -> Callable[[], tuple[Tens
     return lambda: gradients(executor, given, h, found, needed)
 
 
+def back_through_time_of_both(executor: Executor, *calls: tuple) -> list[tuple[Tensor | None, ...]]:
+    """As :func:`back_through_time` of both directions of a layer, in one launch, and then the gradients."""
+    each = [(Arguments(*args[:INPUTS]), *args[INPUTS:]) for args in calls]
+    runs = [
+        (given.layer, saved_by(executor, given, (h, c, gates)), upstream, executor.plan)
+        for given, h, c, gates, *upstream, _ in each
+    ]
+    found = in_portions(executor.kernels).backward_both(*runs)
+    of_each = [(given, h, own, needed) for (given, h, *_, needed), own in zip(each, found, strict=True)]
+    if executor.small is not None:
+        return executor.small.gradients(executor.rounds, *of_each)
+    return [gradients(executor, *own) for own in of_each]
+
+
 def saved_by(executor: Executor, given: Arguments, kept: tuple[Tensor, Tensor | None, Tensor | None]) -> Saved:
     """What the kernels' backward takes of the forward: h, c and gates as it kept them, or the gates computed again."""
     h, c, gates = kept
@@ -289,16 +322,14 @@ def saved_by(executor: Executor, given: Arguments, kept: tuple[Tensor, Tensor | 
     return Saved(pre, candidate, h, c if lstm else None)
 
 
-def gradients(
-    executor: Executor, given: Arguments, h: Tensor, found: Sequence[Any], needed: int
-) -> tuple[Tensor | None, ...]:
+def gradients(executor: Executor, given: Arguments, h: Tensor, found: Found, needed: int) -> tuple[Tensor | None, ...]:
     """The gradients of the DIFFERENTIABLE inputs, None unless its bit is set in `needed`.
 
     ``found`` is what the kernels' backward returns.
     """
     kernels, _, rounds, small = executor
     if small is not None:
-        return small.gradients(given, h, found, needed, rounds)
+        return small.gradients(rounds, (given, h, found, needed))[0]
     grads, grad_h0, grad_c0, totals = found
     hidden, cell, gru = given.weight_hh.shape[1], given.cell, given.cell == "gru"
     inputs, recurrent = of_input(grads, cell), grads[:, : 3 * hidden] if gru else grads

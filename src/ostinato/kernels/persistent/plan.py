@@ -25,6 +25,7 @@ class Call(NamedTuple):
     packed: bool = False  # sequences of different lengths
     compared: bool = False  # with torch's kernels, which run what they are faster at; else ours do wherever they fit
     threads: int = 1  # of a CPU
+    bidirectional: bool = False  # the layers that run at once are both directions of one
     captured: bool = False  # in a CUDA graph, whose launches cost the host nothing; of dense layers alone
 
     @property
@@ -43,6 +44,7 @@ class Plan(NamedTuple):
     reason: str = ""
     geometry: Any = None  # the kernel's launch geometry
     at_once: int = 1  # stacked layers that run at the same time, or directions, which take turns unless they fit so
+    directions: int = 1  # that one launch runs
 
     @property
     def has_kernel(self) -> bool:

@@ -34,7 +34,14 @@ The loops over time named above are compiled with these, as ``source.py`` puts t
 """
 
 from ostinato.kernels.persistent.cuda import small
-from ostinato.kernels.persistent.cuda.passes import backward, forward, gradients_of_biases, previous
+from ostinato.kernels.persistent.cuda.passes import (
+    backward,
+    backward_both,
+    forward,
+    forward_both,
+    gradients_of_biases,
+    previous,
+)
 from ostinato.kernels.persistent.cuda.plan import least_steps, make_plan
 from ostinato.kernels.persistent.cuda.step import StepOfLayers, step_of
 from ostinato.kernels.persistent.cuda.wavefront import layers_at_once, portions
@@ -46,7 +53,9 @@ __all__ = [
     "least_steps",
     "keeps_gates",
     "forward",
+    "forward_both",
     "backward",
+    "backward_both",
     "gradients_of_biases",
     "previous",
     "small",

@@ -281,7 +281,8 @@ struct Units : Block {
 
 #if TURNS == 1 && !DISTRIBUTED  // backward_turns.cu has the kernel for two groups, scatter.cu those of clusters
 // grid: BLOCKS blocks for each group of sequences, all resident at once
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Launch launch) {
+    const Parameters& p = launch.own();
     extern __shared__ uint4 shared[];
     const int block = blockIdx.x % BLOCKS, group = group_of(p), sequences = sequences_of(p);
 

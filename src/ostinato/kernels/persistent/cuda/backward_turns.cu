@@ -1,7 +1,8 @@
 // The backward kernel of two groups in turn; see turns.cuh.
 
 // grid: BLOCKS blocks for each two groups of COLUMNS sequences, all resident at once
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) recur(const Parameters p) {
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) recur(const Launch launch) {
+    const Parameters& p = launch.own();
     extern __shared__ uint4 shared[];
     const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS * TURNS;
     char* state = p.states + size_t(group) * GROUP_BYTES;

@@ -178,7 +178,8 @@ struct Units : UpdatedUnits {
 };
 
 // grid: BLOCKS blocks for each TURNS groups of sequences, all resident at once
-extern "C" __global__ void __launch_bounds__(TURNS * THREADS, 1) recur(const Parameters p) {
+extern "C" __global__ void __launch_bounds__(TURNS * THREADS, 1) recur(const Launch launch) {
+    const Parameters& p = launch.own();
     extern __shared__ __align__(128) char shared[];
     const Place place(p);
     begin(p, place, shared);

@@ -204,7 +204,8 @@ __device__ inline char* first_state(const Parameters& p, int group, void* shared
 
 #if TURNS == 1 && !SHARES_WORK  // others: forward_turns.cu for two groups, gather.cu for few units in clusters
 // grid: BLOCKS blocks for each group of sequences, all resident at once
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Launch launch) {
+    const Parameters& p = launch.own();
     extern __shared__ uint4 shared[];
     const int block = blockIdx.x % BLOCKS, group = group_of(p);
 

@@ -129,7 +129,8 @@ struct Units : UpdatedUnits {
 };
 
 // grid: BLOCKS blocks for each TURNS groups of sequences, all resident at once
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) recur(const Parameters p) {
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) recur(const Launch launch) {
+    const Parameters& p = launch.own();
     extern __shared__ __align__(128) char shared[];
     const Place place(p);
     for (int i = threadIdx.x; i < TURNS * TERMS * TERM; i += TURNS * THREADS)

@@ -14,7 +14,8 @@ constexpr bool WRITES_APART = 3 * LANES <= THREADS;           // or else those w
 static_assert(2 * LANES <= THREADS, "an item for each thread of a part");
 
 // grid: BLOCKS blocks for each group of sequences, all resident at once
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Launch launch) {
+    const Parameters& p = launch.own();
     extern __shared__ uint4 shared[];
     const int block = blockIdx.x % BLOCKS, group = group_of(p);
     const int part = threadIdx.x / LANES, thread = threadIdx.x % LANES;

@@ -2,6 +2,7 @@
 
 import functools
 import struct
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -34,27 +35,31 @@ class _Kernels(NamedTuple):
 
 
 @functools.cache
-def kernels(geometry: Geometry, device: int, resets: bool, packed: bool, keeps: bool) -> _Kernels:
+def kernels(geometry: Geometry, device: int, resets: bool, packed: bool, keeps: bool, directions: int = 1) -> _Kernels:
     """The compiled kernels of a geometry, specialised as its :func:`~ostinato.kernels.persistent.cuda.source.macros`.
 
     Raises MemoryError if the device cannot hold all blocks at once.
     """
     properties: Any = torch.cuda.get_device_properties(device)
-    compiled = (nvrtc.source(*files(geometry)), macros(geometry, resets, packed, keeps), device)
+    compiled = (nvrtc.source(*files(geometry)), macros(geometry, resets, packed, keeps, directions), device)
     if geometry.backward:
         nvrtc.compile_ahead(*source_of_biases(geometry.dtype), device)
     prepare, recur = (nvrtc.load_kernel(name, *compiled, feature(geometry)) for name in ("prepare", "recur"))
     resident = recur.resident_blocks(device, geometry.threads, geometry.shared_bytes, geometry.blocks_of_a_cluster)
-    blocks = geometry.blocks * geometry.groups
+    blocks = directions * geometry.blocks * geometry.groups
     if resident < blocks:
         raise MemoryError(f"the {_name(geometry)} needs {blocks} resident blocks; the device holds {resident}")
     return _Kernels(prepare, recur, properties.multi_processor_count)
 
 
-def compile_kernels(device: int, resets: bool, packed: bool, keeps: bool, *geometries: Geometry) -> None:
+def compile_kernels(
+    device: int, resets: bool, packed: bool, keeps: bool, directions: int, *geometries: Geometry
+) -> None:
     """Compile the kernels of a layer at the same time; as :func:`kernels`."""
     with ThreadPoolExecutor() as pool:
-        found = [pool.submit(kernels, g, device, resets, packed, keeps and not g.backward) for g in geometries]
+        found = [
+            pool.submit(kernels, g, device, resets, packed, keeps and not g.backward, directions) for g in geometries
+        ]
     for kernel in found:
         kernel.result()
 
@@ -122,7 +127,7 @@ class _Launch(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special: bool) -> _Launch:
+def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special: int) -> _Launch:
     found, of_block = kernels(geometry, device, *special), geometry.columns * geometry.turns
     groups = -(-batch // of_block) * geometry.turns
     buffers = 0 if geometry.scatters else geometry.state_buffers or steps + 1
@@ -146,23 +151,42 @@ def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special
     return _Launch(found, sizes, fill, geometry.shared_bytes, tuple(parts), numbers)
 
 
-def launch(geometry: Geometry, layer: Layer, tensors: dict[str, Any]) -> None:
-    """Run the kernel of a layer on it and on other tensors by the names of ``_POINTERS``, None for absent ones."""
-    _, weight, _, mask, h0, c0, sequences, shared = layer
-    batch, offsets, resets, reverse = sequences
-    tensors |= {"weight": weight, "h0": h0, "c0": c0, "offsets": offsets, "resets": resets}
-    pre = tensors["pre"]
+def launch(geometry: Geometry, *directions: tuple[Layer, dict[str, Any]]) -> None:
+    """Run the kernel of one direction of a layer, or of both.
+
+    Each is given the layer and other tensors by the names of ``_POINTERS``, None for absent ones.
+    """
+    layer, tensors = directions[0]
+    pre, sequences = tensors["pre"], layer.sequences
     device = pre.get_device()
     check(device)
-    if mask is not None and geometry.path != "dense":
-        packing = packing_of(mask, geometry)
+    if layer.mask_hh is not None and geometry.path != "dense":  # in one direction
+        packing = packing_of(layer.mask_hh, geometry)
         geometry = packing.geometry
         tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
+    special = sequences.resets is not None, sequences.offsets is not None, tensors.get("gates") is not None
+    prepared = _launch_of(geometry, device, sequences.length(pre), sequences.batch, *special, len(directions))
+    addresses = [_addresses(geometry, prepared, *direction) for direction in directions]
+    stream, (prepare, recur, _) = launch_stream(device, directions), prepared.kernels
+    for first, blocks in prepared.parts:
+        parameters = b"".join(
+            _PARAMETERS.pack(*own, *prepared.sizes, first, int(layer.sequences.reverse))
+            for own, (layer, _) in zip(addresses, directions, strict=True)
+        )
+        rows = len(directions)
+        if first == 0:
+            prepare.launch(device, prepared.fill, THREADS, parameters, stream=stream, rows=rows)
+        recur.launch(device, blocks, geometry.threads, parameters, prepared.shared, True, stream, rows)
+
+
+def _addresses(geometry: Geometry, prepared: _Launch, layer: Layer, tensors: dict[str, Any]) -> Iterable[int]:
+    """Those of all ``_POINTERS``; what must live as long as the launch is among the tensors then."""
+    sequences, shared = layer.sequences, layer.packed_weights
+    tensors |= {"weight": layer.weight_hh, "h0": layer.h0, "c0": layer.c0}
+    tensors |= {"offsets": sequences.offsets, "resets": sequences.resets}
     if shared and geometry in shared:  # packed already
         tensors |= {"weight": None, "packed": shared[geometry]}
-    special = resets is not None, offsets is not None, tensors.get("gates") is not None
-    prepared = _launch_of(geometry, device, sequences.length(pre), batch, *special)
-    addresses = _NOWHERE.copy()
+    pre, addresses = tensors["pre"], _NOWHERE.copy()
     for name, x in tensors.items():
         if x is not None:
             address = x.data_ptr()
@@ -176,10 +200,5 @@ def launch(geometry: Geometry, layer: Layer, tensors: dict[str, Any]) -> None:
             addresses[name] = memory.data_ptr()
     if shared is not None and "packed" in tensors:
         shared[geometry] = tensors["packed"]
-    addresses["failure"] = _failure(device).address
-    stream, (prepare, recur, _) = launch_stream(device, tensors), prepared.kernels
-    for first, blocks in prepared.parts:
-        parameters = _PARAMETERS.pack(*addresses.values(), *prepared.sizes, first, int(reverse))
-        if first == 0:
-            prepare.launch(device, prepared.fill, THREADS, parameters, stream=stream)
-        recur.launch(device, blocks, geometry.threads, parameters, prepared.shared, True, stream)
+    addresses["failure"] = _failure(pre.get_device()).address
+    return addresses.values()

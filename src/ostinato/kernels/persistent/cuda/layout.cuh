@@ -67,6 +67,13 @@ struct Parameters {
     int first, reverse;                 // the first sequence of this launch
 };
 
+// One direction of a layer, or both, each of which has a row of the grid.
+struct Launch {
+    Parameters directions[DIRECTIONS];
+
+    __device__ const Parameters& own() const { return directions[DIRECTIONS == 1 ? 0 : blockIdx.y]; }
+};
+
 // The group of this block, and how many sequences it has.
 __device__ inline int group_of(const Parameters& p) { return p.first / p.columns + blockIdx.x / BLOCKS; }
 __device__ inline int sequences_of(const Parameters& p) { return min(p.columns, p.batch - group_of(p) * p.columns); }

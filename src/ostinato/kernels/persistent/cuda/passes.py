@@ -7,6 +7,7 @@ import functools
 import operator
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cuda.geometry import THREADS
 from ostinato.kernels.persistent.cuda.launch import launch, source_of_biases
+from ostinato.kernels.persistent.interface import Found, Results
 from ostinato.kernels.persistent.plan import Plan, keeps_gates
 from ostinato.kernels.persistent.sequences import Sequences
 
@@ -24,7 +26,7 @@ UNITS_OF_THREAD = 4  # of a copy, at once
 
 def forward(
     layer: Layer, projected: Tensor, plan: Plan, keep: bool, into: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> Results:
     """All steps of a layer; see :mod:`ostinato.kernels.persistent.reference`.
 
     With ``keep``, where :func:`keeps_gates`, `projected` is overwritten with the backward's `pre`, and c is a GRU's
@@ -32,9 +34,25 @@ def forward(
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
+    tensors, results = _of_forward(layer, projected, plan, keep, into)
+    launch(plan.geometry.forward, (layer, tensors))
+    return results
+
+
+def forward_both(*directions: tuple[Layer, Tensor, Plan, bool]) -> list[Results]:
+    """:func:`forward` of both directions of a layer in one launch, given the arguments of each."""
+    made = [_of_forward(*direction) for direction in directions]
+    layers, _, (plan, _), _ = zip(*directions, strict=True)
+    launch(plan.geometry.forward, *((layer, tensors) for layer, (tensors, _) in zip(layers, made, strict=True)))
+    return [results for _, results in made]
+
+
+def _of_forward(
+    layer: Layer, projected: Tensor, plan: Plan, keep: bool, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[dict[str, Any], Results]:
+    """What the kernel of a forward is given, and which of it are the results."""
     cell, batch = layer.cell, layer.sequences.batch
-    geometry, rows, lstm = plan.geometry.forward, projected.shape[0], cell == "lstm"
-    hidden = geometry.hidden_size
+    rows, hidden, lstm = projected.shape[0], plan.geometry.forward.hidden_size, cell == "lstm"
     output, cells = into or (projected.new_empty(rows, hidden), None)
     h_n = projected.new_empty(batch, hidden)
     c_n, gates = torch.empty_like(h_n) if lstm else None, projected if keep and keeps_gates(cell) else None
@@ -44,8 +62,7 @@ def forward(
         cells = projected.new_empty(rows, hidden, dtype=torch.float32 if lstm else projected.dtype)
     tensors = {"pre": projected, "bias": layer.bias_hh, "gates": gates, "output": output, "h_n": h_n, "c_n": c_n}
     tensors |= {"cells": cells, "candidates": cells}
-    launch(geometry, layer, tensors)
-    return output, h_n, c_n, cells
+    return tensors, (output, h_n, c_n, cells)
 
 
 def backward(
@@ -54,17 +71,37 @@ def backward(
     upstream: Sequence[Tensor | None],
     plan: Plan,
     into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+) -> Found:
     """The gradients of all steps; see :mod:`ostinato.kernels.persistent.reference`.
 
     Those of the gates and their totals are written `into` these tensors, if given.
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
+    tensors, found = _of_backward(layer, saved, upstream, plan, into)
+    launch(plan.geometry.backward, (layer, tensors))
+    return found
+
+
+def backward_both(*directions: tuple[Layer, Saved, Sequence[Tensor | None], Plan]) -> list[Found]:
+    """:func:`backward` of both directions of a layer in one launch, given the arguments of each."""
+    made = [_of_backward(*direction) for direction in directions]
+    layers, _, _, (plan, _) = zip(*directions, strict=True)
+    launch(plan.geometry.backward, *((layer, tensors) for layer, (tensors, _) in zip(layers, made, strict=True)))
+    return [found for _, found in made]
+
+
+def _of_backward(
+    layer: Layer,
+    saved: Saved,
+    upstream: Sequence[Tensor | None],
+    plan: Plan,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[dict[str, Any], Found]:
+    """What the kernel of a backward is given, and which of it are the results."""
     cell, batch = layer.cell, layer.sequences.batch
     (pre, candidate, h, c), (grad_output, grad_h_n, grad_c_n) = saved, upstream
-    geometry, rows, lstm = plan.geometry.backward, pre.shape[0], cell == "lstm"
-    hidden = geometry.hidden_size
+    rows, hidden, lstm = pre.shape[0], plan.geometry.backward.hidden_size, cell == "lstm"
     width = (1 if cell.startswith("rnn") else 4) * hidden
     grads, totals = into or (pre.new_empty(rows, width), pre.new_empty(batch, width, dtype=torch.float32))
     grad_h0 = pre.new_empty(batch, hidden)
@@ -72,8 +109,7 @@ def backward(
     tensors = {"pre": pre, "candidate": candidate, "h": h, "cells": c}
     tensors |= {"grad_output": grad_output, "grad_h_n": grad_h_n, "grad_c_n": grad_c_n}
     tensors |= {"grads": grads, "grad_h0": grad_h0, "grad_c0": grad_c0, "totals": totals}
-    launch(geometry, layer, tensors)
-    return grads, grad_h0, grad_c0, totals
+    return tensors, (grads, grad_h0, grad_c0, totals)
 
 
 def previous(rows: Tensor, first: Tensor | None, sequences: Sequences) -> Tensor:

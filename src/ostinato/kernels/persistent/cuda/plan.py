@@ -62,6 +62,7 @@ def make_plan(
     is_compared = call.compared and call.path is None and not resets and not cudnn.errs(*sizes, both and call.training)
     if plan.has_kernel and is_compared and (reason := _why_torch(plan, call, mask_hh is not None, tf32)):
         return no_kernel(reason)
+    directions = 2 if call.bidirectional and mask_hh is None and _fits_at_once(plan, call) else 1
     try:  # residency is known only to the device, and sparse sizes only after packing
         used = [geometry for geometry in plan.geometry or () if geometry is not None]
         if mask_hh is not None:
@@ -69,12 +70,14 @@ def make_plan(
         of_product = call.length * call.batch, GATES[call.cell] * call.hidden_size, call.hidden_size
         if small.is_small(*of_product, call.training):  # if its input is no wider
             nvrtc.compile_ahead(*products.source(call.dtype, tf32), index)
-        compile_kernels(index, resets, call.packed, keeps, *used)
+        compile_kernels(index, resets, call.packed, keeps, directions, *used)
     except (MemoryError, nvrtc.DoesNotCompile) as error:
+        if directions > 1:
+            return make_plan(call._replace(bidirectional=False), mask_hh, block, tf32, distributed)
         if distributed and any(geometry and geometry.distributed for geometry in plan.geometry):
             return make_plan(call, mask_hh, block, tf32, distributed=False)
         return no_kernel(str(error).partition("\n")[0], plan.bytes_available)
-    return plan
+    return plan._replace(directions=directions)
 
 
 def _why_torch(plan: Plan, call: Call, pruned: bool, tf32: bool) -> str | None:
@@ -130,12 +133,18 @@ def _plan_of_share(
 
 def step_microseconds(plan: Plan, call: Call) -> float:
     """The estimated time of a step of all layers that run at once; serial where they do not fit."""
-    processors, total = torch.cuda.get_device_properties(call.device).multi_processor_count, 0.0
-    for geometry in plan.geometry or ():
-        if geometry is not None:
-            together = geometry.blocks * geometry.groups * call.at_once <= processors
-            total += microseconds(geometry, call.batch) * (1 if together else call.at_once)
-    return total
+    used = [geometry for geometry in plan.geometry or () if geometry is not None]
+    return sum(microseconds(x, call.batch) * (1 if _fits(x, call) else call.at_once) for x in used)
+
+
+def _fits_at_once(plan: Plan, call: Call) -> bool:
+    """Whether the device has room for all that is to run at once, forward and backward."""
+    return plan.has_kernel and all(geometry is None or _fits(geometry, call) for geometry in plan.geometry)
+
+
+def _fits(geometry: Geometry, call: Call) -> bool:
+    processors = torch.cuda.get_device_properties(call.device).multi_processor_count
+    return geometry.blocks * geometry.groups * call.at_once <= processors
 
 
 def _packed(geometry: Geometry, mask: Tensor) -> Geometry:

@@ -25,7 +25,8 @@ __device__ inline bool is_reset(const Parameters& p, int taken, int sequence) {
     return sequence < rows.live && p.resets[rows.first + sequence];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Parameters p) {
+extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Launch launch) {
+    const Parameters& p = launch.own();
     const size_t stride = size_t(gridDim.x) * THREADS, thread = size_t(blockIdx.x) * THREADS + threadIdx.x;
     if (p.weight) {  // else an earlier launch has packed them
         for (size_t i = thread; i < PACKED; i += stride) pack_weights(p, int(i));

@@ -1,23 +1,24 @@
-"""The products before and after the loops of small layers, in one launch each.
+"""The products before and after the loops of small layers, or of both directions of one, in one launch each.
 
 Launched one after the other, they take the host longer than a GPU.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, NEEDED_BITS, Arguments
 from ostinato.kernels.persistent.cuda.passes import previous
+from ostinato.kernels.persistent.interface import Found
 from ostinato.kernels.products import NOTHING, Factor, Product, Products
 
 # Rows, numbers in a matrix and multiply-adds of a product, up to which one launch takes an H200 about as long as the
 # kernels of cuBLAS, five or more for the gradients.
 MOST_ROWS, MOST_WEIGHTS, MOST_ADDED = 1024, 2**19, 2**26
 _PRODUCTS = "x", "weight_ih", "weight_hh", "bias_ih", "bias_hh"  # whose gradients are products, or sums
+_TENSORS = 6 + len(_PRODUCTS)  # of a direction
 _BITS = dict(zip(DIFFERENTIABLE, NEEDED_BITS, strict=True))
 
 
@@ -31,57 +32,73 @@ def is_small(rows: int, width: int, channels: int, training: bool) -> bool:
     return within and rows * weights <= (MOST_ADDED if training else MOST_ADDED // 4)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, rounds: bool, out: Tensor | None = None) -> Tensor:
-    """``F.linear`` of (rows, channels), written to `out` if given."""
-    x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
-    sizes = *x.shape, weight.shape[0]
-    if out is None:
-        out = x.new_empty(sizes[0], sizes[2])
-    _linear(*sizes, bias is not None, x.dtype, rounds, x.get_device())(x, weight, bias, out)
-    return out
+def linear(rounds: bool, *products: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> list[Tensor]:
+    """``F.linear`` of each input, weight and bias of the same shapes, written to its fourth tensor, if given."""
+    tensors: list[Tensor | None] = []
+    for x, weight, bias, out in products:
+        x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
+        tensors += x, weight, bias, x.new_empty(len(x), len(weight)) if out is None else out
+    x, weight, bias, *_ = products[0]
+    sizes = len(products), *x.shape, len(weight)
+    _linear(*sizes, bias is not None, x.dtype, rounds, x.get_device())(*tensors)
+    return tensors[3::4]  # type: ignore[return-value]
 
 
 @functools.lru_cache(4096)
 def _linear(
-    rows: int, channels: int, width: int, biased: bool, dtype: torch.dtype, rounds: bool, device: int
+    count: int, rows: int, channels: int, width: int, biased: bool, dtype: torch.dtype, rounds: bool, device: int
 ) -> Products:
-    x, weight, bias, out = range(4)
-    pair = Factor(x, channels, 1), Factor(weight, channels, 1), channels
-    return Products([Product([pair], rows, width, out, bias=bias if biased else None)], dtype, rounds, device)
+    products = []
+    for x, weight, bias, out in (range(first, first + 4) for first in range(0, 4 * count, 4)):
+        pair = Factor(x, channels, 1), Factor(weight, channels, 1), channels
+        products.append(Product([pair], rows, width, out, bias=bias if biased else None))
+    return Products(products, dtype, rounds, device)
 
 
-def gradients(
-    given: Arguments, h: Tensor, found: Sequence[Tensor], needed: int, rounds: bool
-) -> tuple[Tensor | None, ...]:
-    """Those of the DIFFERENTIABLE inputs, None unless its bit is set in `needed`; ``found`` by the backward's loop."""
-    of_gates, of_h0, of_c0, totals = found
+def gradients(rounds: bool, *directions: tuple[Arguments, Tensor, Found, int]) -> list[tuple[Tensor | None, ...]]:
+    """Those of the DIFFERENTIABLE inputs of one direction of a layer, or of both.
+
+    Each is given its arguments, h, what the backward's loop has found, and whose gradients are needed, by bits; others
+    are None.
+    """
+    each = [_of_direction(*direction) for direction in directions]
+    how, _, made = zip(*each, strict=True)
+    if any(made):
+        given, h, *_ = directions[0]
+        _prepared(given.cell, how, h.dtype, rounds, h.get_device())(*(x for _, tensors, _ in each for x in tensors))
+    found = []
+    for (_, _, (_, of_h0, of_c0, _), needed), own in zip(directions, made, strict=True):
+        of_all = own | {"h0": of_h0, "c0": of_c0}
+        found.append(tuple(of_all[name] if needed & bit else None for name, bit in _BITS.items()))
+    return found
+
+
+def _of_direction(
+    given: Arguments, h: Tensor, found: Found, needed: int
+) -> tuple[tuple, list[Tensor | None], dict[str, Tensor]]:
+    """What :func:`products_of_gradients` is asked for, its tensors, and which of them are gradients."""
+    of_gates, _, _, totals = found
     x, weight, h0 = given.x.contiguous(), given.weight_ih.contiguous(), given.h0
     shifted = given.offsets is None and given.resets is None  # the states before all steps but the first are rows of h
     if not shifted:
         h, h0 = previous(h, h0, given.sequences), None
     elif h0 is not None:
         h0 = h0.contiguous()
-    made: dict[str, Tensor | None] = {
-        name: h.new_empty(getattr(given, name).shape) for name in _PRODUCTS if needed & _BITS[name]
-    }
-    if made:
-        rows, hidden = h.shape
-        sizes = rows, given.batch, len(totals), hidden, x.shape[1]
-        how = shifted, given.reverse, h0 is not None, (*made,)
-        run = _prepared(given.cell, *sizes, *how, h.dtype, rounds, h.get_device())
-        run(of_gates, totals, x, weight, h, h0, *map(made.get, _PRODUCTS))
-    made |= {"h0": of_h0, "c0": of_c0}
-    return tuple(made[name] if needed & bit else None for name, bit in _BITS.items())
+    made = {name: h.new_empty(getattr(given, name).shape) for name in _PRODUCTS if needed & _BITS[name]}
+    rows, hidden = h.shape
+    how = rows, given.batch, len(totals), hidden, x.shape[1], shifted, given.reverse, h0 is not None, (*made,)
+    return how, [of_gates, totals, x, weight, h, h0, *map(made.get, _PRODUCTS)], made
 
 
 @functools.lru_cache(4096)
-def _prepared(*sizes_and_how: Any) -> Products:
-    *described, dtype, rounds, device = sizes_and_how
-    return Products(products_of_gradients(*described), dtype, rounds, device)
+def _prepared(cell: str, directions: tuple[tuple, ...], dtype: torch.dtype, rounds: bool, device: int) -> Products:
+    each = (products_of_gradients(cell, number, *how) for number, how in enumerate(directions))
+    return Products([product for products in each for product in products], dtype, rounds, device)
 
 
 def products_of_gradients(
     cell: str,
+    number: int,
     rows: int,
     batch: int,
     parts: int,
@@ -92,16 +109,17 @@ def products_of_gradients(
     starts: bool,
     made: Sequence[str],
 ) -> list[Product]:
-    """Those of the gradients `made`, of tensors in the order of :func:`gradients`.
+    """Those of the gradients `made`, of tensors in the order of :func:`_of_direction`.
 
     Args:
+        number: 0, or 1 of the second direction, whose tensors come after all of the first.
         cell, rows, batch, hidden, channels, reverse: the layer's; `rows` and `channels` are its input's.
         parts: the rows of the totals.
         shifted: whether h are the states after each step, not those before.
         starts: whether there is an h0.
         made: of x, weight_ih, weight_hh, bias_ih and bias_hh.
     """
-    of_gates, totals, x, weight, h, h0, *results = range(6 + len(_PRODUCTS))
+    of_gates, totals, x, weight, h, h0, *results = range(number * _TENSORS, (number + 1) * _TENSORS)
     out = dict(zip(_PRODUCTS, results, strict=True))
     gru = cell == "gru"
     width = hidden * (1 if cell.startswith("rnn") else 4)

@@ -35,12 +35,15 @@ def _paths(*names: str) -> tuple[str, ...]:
     return ("numeric.cuh", "barriers.cuh", *(f"persistent/cuda/{name}" for name in names))
 
 
-def macros(geometry: Geometry, resets: bool = False, packed: bool = False, keeps: bool = False) -> Macros:
+def macros(
+    geometry: Geometry, resets: bool = False, packed: bool = False, keeps: bool = False, directions: int = 1
+) -> Macros:
     """The preprocessor definitions for CUDA files.
 
     Args:
         resets, packed: whether calls are with resets, with packed sequences.
         keeps: whether the forward saves the gates' pre-activations.
+        directions: of a layer that one launch runs.
     """
     return (
         ("SCALAR", SCALARS[geometry.dtype]),
@@ -72,6 +75,7 @@ def macros(geometry: Geometry, resets: bool = False, packed: bool = False, keeps
         ("RESETS", int(resets)),
         ("OFFSETS", int(packed)),
         ("KEEPS", int(keeps)),
+        ("DIRECTIONS", directions),
         *_macros_of_product(geometry),
     )
 

@@ -157,7 +157,8 @@ template <typename Units> __device__ inline void update_all(const Parameters& p,
 }
 
 // Before the first step.
-extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Parameters p) {
+extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Launch launch) {
+    const Parameters& p = launch.own();
     const int stride = gridDim.x * THREADS, thread = blockIdx.x * THREADS + threadIdx.x;
     for (int i = thread; i < p.groups * BLOCKS; i += stride) p.flags[i] = 0;
     if (BACKWARD) {

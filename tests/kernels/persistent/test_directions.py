@@ -1,0 +1,80 @@
+"""Both directions of a layer in one launch of each kernel, against a launch for each."""
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+import ostinato
+from ostinato.kernels.persistent import backends, cuda
+from ostinato.kernels.persistent.cuda import plan as cuda_plan
+from ostinato.recurrent import sequences
+from persistent_cases import assert_compiles
+from persistent_layers import candidates, in_turns, wide
+from recurrent_layers import flat
+
+f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
+LAYERS = [  # states in clusters, in clusters of one block, in global memory; groups in turn, products in clusters
+    ("RNN", 64, 16, f32),
+    ("LSTM", 128, 1, f16),
+    ("GRU", 1000, 6, bf16),
+    ("GRU", 128, 64, f32),
+    ("LSTM", 512, 64, bf16),
+    ("LSTM", 768, 16, f16),
+    ("RNN", 500, 200, bf16),
+]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_kernels_of_both_directions_compile_without_a_gpu(backward):
+    pytest.importorskip("cuda.core")
+    found = {g.cluster > 1: g for g in candidates("dense", "gru", 130, 4, f32, backward=backward)}
+    for geometry in (*found.values(), in_turns("gru", 512, 128, f16, backward)[0]):
+        assert_compiles(geometry, resets=True, directions=2)
+    assert_compiles(wide("lstm", 1152, 70, f16, backward)[0], "sm_90", directions=2)
+
+
+def both_ways(monkeypatch, run):
+    """What a function of no arguments returns with both directions in one launch, and with a launch for each."""
+    launched, found = [], []
+
+    def counted(function):
+        return lambda *given: launched.append(given) or function(*given)
+
+    for name in ("forward_both", "backward_both"):
+        monkeypatch.setattr(cuda, name, counted(getattr(cuda, name)))
+    for fits in (cuda_plan._fits_at_once, lambda *_: False):
+        monkeypatch.setattr(cuda_plan, "_fits_at_once", fits)
+        backends._plan_dense.cache_clear()
+        sequences._CALLS._runs.clear()
+        launched.append(None)
+        found.append(run())
+    backends._plan_dense.cache_clear()
+    sequences._CALLS._runs.clear()
+    assert [given is None for given in launched].index(True, 1) > 2, "nothing was launched together"
+    assert launched[-1] is None, "something was launched together"
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "hidden", "batch", "dtype"), LAYERS)
+@pytest.mark.parametrize("how", ["plain", "resets", "packed"])
+def test_both_directions_are_those_of_two_launches(kind, hidden, batch, dtype, how, monkeypatch, nan_memory):
+    torch.manual_seed(0)
+    layer = getattr(ostinato, kind)(24, hidden, 2, bidirectional=True, device="cuda", dtype=dtype)
+    lengths = [20 if how != "packed" else 20 - i % 13 for i in range(batch)]
+    x = [torch.randn(length, 24, device="cuda", dtype=dtype) for length in lengths]
+    x = pack_sequence(x, enforce_sorted=False) if how == "packed" else torch.stack(x, 1)
+    hx = [torch.randn(4, batch, hidden, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2)]
+    hx = tuple(hx) if kind == "LSTM" else hx[0]
+    resets = torch.rand(20, batch, device="cuda") < 0.1 if how == "resets" else None
+
+    def run():
+        results = flat(layer(x, hx, resets=resets))
+        wanted = [*(hx if kind == "LSTM" else [hx]), *layer.parameters()]
+        torch.manual_seed(1)
+        return *results, *torch.autograd.grad(results, wanted, [torch.randn_like(y) for y in results])
+
+    together, apart = both_ways(monkeypatch, run)
+    for one, other in zip(together, apart, strict=True):
+        assert torch.equal(one, other)
+        assert one.isfinite().all()
