@@ -16,7 +16,9 @@ __device__ inline Scalar weight_at(const Parameters& p, int block, int row, int 
         if (SCATTERS) gate = column / UNITS, unit = block * UNITS + column % UNITS;
     }
     const bool exists = row < ROWS && column < SLICE && gate < GATES && unit < HIDDEN && other < HIDDEN;
-    const Scalar weight = p.weight[exists ? size_t(gate * HIDDEN + unit) * HIDDEN + other : 0];
+    // In 32 bits: of an offset in 64 that may be zero CUDA 13.0 made code that sometimes loaded from another address.
+    static_assert(size_t(GATES) * HIDDEN * HIDDEN <= ~0u);
+    const Scalar weight = p.weight[exists ? unsigned(gate * HIDDEN + unit) * HIDDEN + other : 0];
     return exists ? weight : Scalar(0.0f);
 }
 
