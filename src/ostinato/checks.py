@@ -88,10 +88,13 @@ def check_resets(resets: object, name: str, x: Tensor) -> None:
         raise ValueError(f"resets must be on the device of {name}, {x.device}; got {resets.device}")
 
 
-def check_packed(packed: PackedSequence) -> None:
-    """Raise ValueError unless its sizes fit its rows, by which kernels index these, and its orders fit the sizes.
+def check_packed(packed: PackedSequence, hx: object = None) -> int:
+    """How many sequences are packed.
 
-    Compiled, the sizes are known at run time only, and the error is a RuntimeError.
+    Raises ValueError unless the sizes fit the rows, by which kernels index these, and the orders fit the sizes.
+
+    Compiled, the sizes are known at run time only, and the error is a RuntimeError.  As no shape can be compared with
+    them, there the initial state, if there is one, says how many sequences it is for, and must be right at run time.
     """
     sizes, rows = packed.batch_sizes, len(packed.data)
     orders = {name: getattr(packed, name) for name in ("sorted_indices", "unsorted_indices")}
@@ -101,11 +104,16 @@ def check_packed(packed: PackedSequence) -> None:
         for name, indices in orders.items():
             if indices is not None:
                 torch._assert_async(sizes[0] == len(indices), f"input.{name} must have an index for each sequence")
-        return
-    batch = derived_from(sizes, ("rows", rows), lambda: _checked_batch(sizes, rows), by_value=True)
+        state = hx[0] if isinstance(hx, (tuple, list)) and hx else hx
+        if not (isinstance(state, Tensor) and state.dim() == 3):  # none, or the caller raises
+            return int(sizes[0])
+        torch._assert_async(sizes[0] == state.shape[1], "hx must have a state for each sequence of input")
+        return state.shape[1]
+    batch: int = derived_from(sizes, ("rows", rows), lambda: _checked_batch(sizes, rows), by_value=True)
     for name, indices in orders.items():
         if indices is not None and len(indices) != batch:
             raise ValueError(f"input.{name} must have an index for each of {batch} sequences; got {len(indices)}")
+    return batch
 
 
 def _checked_batch(batch_sizes: Tensor, rows: int) -> int:

@@ -185,8 +185,7 @@ class StackedLayers(nn.Module, Generic[State]):
         check_input(data, self.input_size, self._parameter("weight_ih_l0"), (2,), layout)
         if resets is not None:
             check_resets(resets, "input.data", data)
-        check_packed(packed)
-        batch = int(batch_sizes[0])
+        batch = check_packed(packed, hx)
         self._check_state(hx, (batch,))
         if hx is None:
             hx = self._zero_state(data, batch)

@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -115,6 +115,31 @@ def test_compiled_packed_sequences(cell, fresh_compiler):
                 compiled(PackedSequence(x, torch.tensor(sizes)))
         with pytest.raises(RuntimeError, match=r"input\.sorted_indices must have an index for each sequence"):
             compiled(PackedSequence(x, torch.tensor([3, 3]), torch.tensor([0]), torch.arange(3)))
+
+
+@by("the CPU's")
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM", "MinGRU", "SRU"])
+def test_compiled_packed_sequences_with_a_state(kind, fresh_compiler):
+    """In one graph, in which no shape of a state can be compared with how many sequences there are."""
+    torch.manual_seed(0)
+    layer = getattr(ostinato, kind)(5, 8, 2, bidirectional=True)
+
+    def drawn(*shape):
+        return tuple(torch.randn(shape) for _ in range(2)) if kind == "LSTM" else torch.rand(shape)
+
+    with torch._dynamo.config.patch(allow_rnn=True, capture_scalar_outputs=True):
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for lengths in ([3, 1, 4], [2, 2], [5, 4, 3, 1]):
+            padded = torch.randn(max(lengths), len(lengths), 5)
+            packed = pack_padded_sequence(padded, torch.tensor(lengths), enforce_sorted=False)
+            hx = drawn(4, len(lengths), 8)
+            assert_same(compiled(packed, hx), layer(packed, hx), 1e-6)
+        for batch in (3, 5):
+            with pytest.raises(RuntimeError, match="hx must have a state for each sequence of input"):
+                compiled(packed, drawn(4, batch, 8))
+        for shape in ((4, 4, 7), (3, 4, 8), (4, 8)):  # which are ours to raise: PyTorch 2.11 leaves out what they say
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="exception"):
+                compiled(packed, drawn(*shape))
 
 
 @by("as planned")

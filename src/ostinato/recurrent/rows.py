@@ -42,11 +42,10 @@ def as_given(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) 
     return output, hidden_of(states)
 
 
-def size_of(input: Tensor | PackedSequence, batch_first: bool) -> tuple[int, int] | None:
+def size_of(input: Tensor | PackedSequence, states: list[Tensor], batch_first: bool) -> tuple[int, int] | None:
     """How many sequences, and steps of the longest; None where the input has not the dimensions of any."""
     if isinstance(input, PackedSequence):
-        check_packed(input)
-        return int(input.batch_sizes[0]), len(input.batch_sizes)
+        return check_packed(input, states), len(input.batch_sizes)
     if input.dim() == 3:
         return (input.shape[0], input.shape[1]) if batch_first else (input.shape[1], input.shape[0])
     return (1, input.shape[0]) if input.dim() == 2 else None

@@ -115,10 +115,13 @@ class SequenceLayers(MaskedLayers):
         """As :meth:`_kernels_for`, uncached: checks the call and asks for its plan."""
         if self.proj_size or torch.jit.is_tracing():  # a plan looks at masks, which a trace would record
             return None
-        size = size_of(input, self.batch_first)
+        size = size_of(input, states, self.batch_first)
         if size is None:
             return None
         (batch, steps), packed = size, isinstance(input, PackedSequence)
+        if packed and torch.compiler.is_compiling():  # torch's forward would compare with a size known at run time only
+            for state in states:
+                self.check_hidden_size(state, (len(self._all_weights), batch, self.hidden_size))
         x = input.data if packed else input
         device = weights[0].device
         if device.type == "meta":
