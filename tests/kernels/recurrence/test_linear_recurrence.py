@@ -243,6 +243,26 @@ def test_large_angles_in_float32_on_a_cpu():
     assert waves(torch.tensor([torch.inf, -torch.inf, torch.nan])).isnan().all()
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y, z: (torch.tanh(z), torch.addcmul(x, y, z, value=1e-30)),
+        lambda x, y, z: (torch.tanh(z), torch.addcmul(x, y, z, value=1e30)),
+        lambda x, y, z: (torch.tanh(z), torch.addcdiv(x, y, z, value=1e-30)),
+        lambda x, y, z: (torch.tanh(z), torch.addcdiv(x, y, z, value=1e30)),
+        lambda x, y, z: (torch.tanh(z), -(y * 1e-30) * z),
+    ],
+    ids=["addcmul tiny", "addcmul huge", "addcdiv tiny", "addcdiv huge", "product"],
+)
+def test_huge_and_tiny_constants_keep_their_place_in_a_product(function):
+    """Or products overflow that do not in PyTorch, or become zero."""
+    numbers = torch.tensor([1e30, 1e-30, 3.0, -1e-10])
+    y, z = torch.cartesian_prod(numbers, numbers).t().contiguous().view(2, 1, 1, 16)
+    x = torch.full_like(y, 2.0)
+    h = linear_recurrence(trace(function, (True,) * 3).text, None, None, None, False, "cpu", x, y, z)[0]
+    torch.testing.assert_close(h, function(x, y, z)[1], rtol=1e-6, atol=0)
+
+
 def test_sigmoids_are_computed_in_pairs():
     def code(function):
         return print_element(trace(function, (True, True, True)), False)

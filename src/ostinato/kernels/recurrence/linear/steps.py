@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ostinato.kernels.recurrence.symbolic.graph import Builder, Graph, joined, with_constants
+from ostinato.kernels.recurrence.symbolic.graph import Builder, Graph, Node, joined, with_constants
 from ostinato.kernels.recurrence.symbolic.trace import Trace
 
 
@@ -24,6 +24,9 @@ class Steps(NamedTuple):
     parameters: int
     constants: Graph
     step: Graph
+
+
+_LARGEST = 2.0**16  # of the constants that are moved out of their place in a product, and the inverses of which are
 
 
 @functools.lru_cache(maxsize=1024)
@@ -52,14 +55,17 @@ def steps_of(trace: Trace, backward: bool) -> Steps:
 
 
 def _gathered(graph: Graph, of_channel: Sequence[bool]) -> Graph:
-    """The graph with per-channel and constant factors of products merged, so that they leave the steps."""
+    """The graph with per-channel and constant factors of products merged, so that they leave the steps.
+
+    Huge and tiny constants stay where they are: the rest of such a product may be out of float32's range by itself.
+    """
     uses = Counter(i for node in graph.nodes for i in node.operands) + Counter(graph.outputs)
     builder = Builder()
     one, less = builder.constant(1.0), builder.constant(-1.0)
     indices: list[int] = []
     products: dict[int, tuple[list[int], int]] = {}  # their factors: per step, and the merged rest
     for i, node in enumerate(graph.nodes):
-        if node.name not in ("mul", "neg") or of_channel[i]:
+        if node.name not in ("mul", "neg") or of_channel[i] or any(_is_extreme(graph.nodes[k]) for k in node.operands):
             indices.append(builder.repeat(node, indices))
             continue
         factors, rest = [], less if node.name == "neg" else one
@@ -76,6 +82,10 @@ def _gathered(graph: Graph, of_channel: Sequence[bool]) -> Graph:
         product = functools.reduce(lambda x, y: builder.add("mul", x, y), factors)
         indices.append(builder.add("mul", product, rest))
     return builder.graph([indices[i] for i in graph.outputs])
+
+
+def _is_extreme(node: Node) -> bool:
+    return node.name == "constant" and node.value != 0 and not 1 / _LARGEST <= abs(node.value) <= _LARGEST
 
 
 def _part(graph: Graph, outputs: list[int], given: Mapping[int, int], numbers: Mapping[int, int]) -> Graph:

@@ -244,8 +244,8 @@ RULES: dict[str, Callable[..., Operand]] = {
     **dict.fromkeys(("div", "true_divide"), _div),
     "floor_divide": lambda x, y: _div(x, y, "floor"),
     "remainder": _remainder,
-    "addcmul": lambda x, y, z, value=1: x + y * z * value,
-    "addcdiv": lambda x, y, z, value=1: x + y / z * value,
+    "addcmul": lambda x, y, z, value=1: x + y * value * z,  # in PyTorch's order, on which it depends what overflows
+    "addcdiv": lambda x, y, z, value=1: x + y * value / z,
     "lerp": _lerp,
     # Rounding, extremes, choices.
     "round": _round,
