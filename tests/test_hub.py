@@ -36,6 +36,23 @@ def test_a_saved_model_is_the_same_function(saved):
     assert "library_name: ostinato" in (folder / "README.md").read_text()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_model_comes_back_in_its_dtype(dtype, tmp_path):
+    """Not rounded to PyTorch's default, nor computing in it."""
+    pytest.importorskip("huggingface_hub")
+    model = LanguageModel(11, width=8, num_layers=1, cell="lstm").to(dtype)
+    ostinato.prune(model, 0.3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(torch.rand_like(parameter))  # float64 that float32 does not hold
+    model.save_pretrained(tmp_path)
+    again = LanguageModel.from_pretrained(tmp_path)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor, rtol=0, atol=0)
+    tokens = torch.randint(11, (3, 20))
+    torch.testing.assert_close(again(tokens)[0], model.eval()(tokens)[0], rtol=0, atol=0)
+
+
 def test_weights_of_another_model_are_refused(saved):
     _, folder = saved
     settings = json.loads((folder / "config.json").read_text())

@@ -39,7 +39,7 @@ class HubMixin(_Mixin):
     """``save_pretrained``, ``from_pretrained`` and ``push_to_hub``: a module's arguments and its weights.
 
     The weights are safetensors: unlike the hub's own mixin it takes no pickled ones, and none that are not the model's
-    unless ``strict=False``.
+    unless ``strict=False``, and keeps their dtypes.
     """
 
     def __init_subclass__(cls, **card: Any) -> None:
@@ -48,6 +48,17 @@ class HubMixin(_Mixin):
     @classmethod
     def _from_pretrained(cls, *, strict: bool = True, **where: Any) -> Any:
         return super()._from_pretrained(strict=strict, **where).eval()  # older mixins leave it training
+
+    @classmethod
+    def _load_as_safetensor(cls, model: Any, model_file: str, *where: Any) -> Any:
+        from safetensors import safe_open
+
+        with safe_open(model_file, "pt") as file:
+            saved = {*file.keys()}
+            for name, parameter in model.named_parameters():
+                if name in saved:  # a made model has PyTorch's default dtype, to which its weights would be rounded
+                    parameter.data = parameter.data.to(file.get_slice(name)[:0].dtype)
+        return super()._load_as_safetensor(model, model_file, *where)
 
     @classmethod
     def _load_as_pickle(cls, _model: Any, model_file: str, *_: Any) -> NoReturn:
