@@ -272,6 +272,9 @@ def test_cubic_density():
         ostinato.cubic_density(3, 0.1, begin=-float("inf"), end=5)
     with pytest.raises(ValueError, match="end must be finite; got inf"):
         ostinato.cubic_density(3, 0.1, end=float("inf"))
+    for steps in ({"step": 10**400, "end": 5}, {"step": 3, "end": 10**400}, {"step": 3, "begin": -1e308, "end": 1e308}):
+        with pytest.raises(ValueError, match=r"(step|begin|end) must be below 2\*\*63 in magnitude; got -?1"):
+            ostinato.cubic_density(final=0.1, **steps)
 
 
 def through_safetensors(layer, fresh):

@@ -119,8 +119,10 @@ def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial:
     _check_density("initial", initial)
     check_numbers(step=step, begin=begin, end=end)
     for name, value in {"step": step, "begin": begin, "end": end}.items():
-        if not math.isfinite(value):
+        if not abs(value) < math.inf:
             raise ValueError(f"{name} must be finite; got {value}")
+        if abs(value) >= 1 << 63:  # of which differences and quotients could overflow
+            raise ValueError(f"{name} must be below 2**63 in magnitude; got {value}")
     if not begin < end:
         raise ValueError(f"end must come after begin, {begin}; got {end}")
     left = (1 - min(max((step - begin) / (end - begin), 0.0), 1.0)) ** 3
