@@ -459,6 +459,7 @@ def test_command_complains(checkpoint, capsys, tmp_path):
         (["--density", "much"], "density must be a number, or one for each gate with commas between; got 'much'"),
         (["--density", "0.1", "--block", "2x2"], "block must be one of 16x1, 8x4, 1x1; got '2x2'"),
         (["--density", "0.1", "--finetune", "-1"], "finetune must be at least 0; got -1"),
+        (["--density", "0.1", "--finetune", 1 << 63], "finetune must be below 2**63; got 92"),
         (["--density", "0.1", "--output", path], f"{path} is there already"),
         (["--density", "1.5"], "density must be a number above 0 and at most 1; got 1.5"),
         (["--density", "0.1", "--output", tmp_path], f"{tmp_path}: expected a file to write"),
@@ -467,6 +468,9 @@ def test_command_complains(checkpoint, capsys, tmp_path):
         code, out, err = run(capsys, "prune", path, "--device", "cpu", *options)
         assert (code, out, err.count("\n")) == (1, "", 1)
         assert message in err
+    gone = tmp_path / "gone" / "model.safetensors"
+    code, _, err = run(capsys, "prune", gone, "--density", 0.1, "--device", "cpu")
+    assert (code, err) == (1, f"ostinato: error: {gone}: No such file or directory\n")
     for cell, training, message in (
         ("mingru", {}, "expected a gru or lstm to prune; got a mingru"),
         ("gru", {"digest": "another"}, "expected the text that"),

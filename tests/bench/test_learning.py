@@ -163,6 +163,14 @@ def test_a_run_is_written_and_drawn(command, rows, tmp_path):
     assert (folder / "image").read_bytes() == path.with_suffix(".png").read_bytes()
 
 
+@pytest.mark.parametrize(("seed", "message"), [(1 << 64, "below 2**63"), (-1, "at least 0")])
+def test_a_seed_that_cannot_be_is_named(seed, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "learning", "bits", "--quick", "--seed", str(seed), "--json", str(tmp_path / "run.json")])
+    assert (end.value.code, capsys.readouterr().err) == (1, f"ostinato: error: seed must be {message}; got {seed}\n")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_torchs_layers_learn_the_same_from_the_same_beginning(tmp_path):
     text, path = tmp_path / "text.txt", tmp_path / "run.json"
     text.write_text("to be or not to be, that is the question\n" * 100)

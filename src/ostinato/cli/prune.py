@@ -42,6 +42,7 @@ def prune(
     """Prune a trained GRU or LSTM by magnitude, train what is left, and show the held-out loss before and after."""
     import ostinato
     from ostinato.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+    from ostinato.checks import check_integers
     from ostinato.files import check_file
     from ostinato.masks import block_named, kept_weights
     from ostinato.training import Trainer
@@ -53,13 +54,12 @@ def prune(
         "keep_diagonal": keep_diagonal,
         "input_weights": input_weights,
     }
-    if finetune < 0:
-        raise ValueError(f"finetune must be at least 0; got {finetune}")
+    check_integers(0, finetune=finetune)
+    loaded = load_checkpoint(checkpoint)
     output = output or checkpoint.with_stem(f"{checkpoint.stem}-pruned")
-    check_file(output)
+    check_file(output)  # after the checkpoint, whose folder, if it is not there, this would make
     if output.exists() and not overwrite:
         raise ValueError(f"{output} is there already: expected another --output, or --overwrite")
-    loaded = load_checkpoint(checkpoint)
     if loaded.model.settings["cell"] not in ("gru", "lstm"):
         raise ValueError(f"{checkpoint}: expected a gru or lstm to prune; got a {loaded.model.settings['cell']}")
     settings = _settings(loaded, finetune, learning_rate)

@@ -34,9 +34,11 @@ class LearningRun:
 
     def __init__(self, name: str, path: Path | None, device: str, seed: int, quick: bool) -> None:
         from ostinato.bench.runs import environment, path_for, plot_for
+        from ostinato.checks import check_integers
         from ostinato.cli.progress import stop_on_interrupt
         from ostinato.files import check_file, is_stream
 
+        check_integers(0, seed=seed)
         self.console = plain_console(soft_wrap=True)
         self.device: torch.device = choose_device(device)
         self.path = path_for(path or Path(f"runs/learning-{name}.json"), f"learning-{name}", self.device)
