@@ -176,7 +176,7 @@ def launch(geometry: Geometry, *directions: tuple[Layer, dict[str, Any]]) -> Non
         rows = len(directions)
         if first == 0:
             prepare.launch(device, prepared.fill, THREADS, parameters, stream=stream, rows=rows)
-        recur.launch(device, blocks, geometry.threads, parameters, prepared.shared, True, stream, rows)
+        recur.launch(device, blocks, geometry.threads, parameters, prepared.shared, True, stream, rows=rows)
 
 
 def _addresses(geometry: Geometry, prepared: _Launch, layer: Layer, tensors: dict[str, Any]) -> Iterable[int]:
