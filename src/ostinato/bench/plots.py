@@ -128,7 +128,7 @@ def ratios_by_size(content: Record) -> Any:
         axis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set(xlabel="hidden size", ylabel="time of torch.nn / time of Ostinato")
     axes.grid(True, alpha=0.25)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.colorbar(points, ax=axes, label="sequences")
     axes.set_title(f"forward and backward of layers of random sizes, {content['device']}", fontsize="medium")
     return figure

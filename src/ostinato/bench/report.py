@@ -266,7 +266,8 @@ def summary(records: list[Record]) -> str:
     """The :func:`speedup` of the layers of a run in a sentence."""
     ratios = sorted(ratio for record in records if (ratio := speedup(record)) is not None)
     return (
-        f"torch.nn's time over ours, of {len(ratios)} layers: from {times(ratios[0])} to {times(ratios[-1])}, "
+        f"The faster of torch.nn's times over the faster of ours, of {len(ratios)} layers: "
+        f"from {times(ratios[0])} to {times(ratios[-1])}, "
         f"half of them {times(statistics.median(ratios))} or more."
     )
 
