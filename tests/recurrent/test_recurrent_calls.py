@@ -15,7 +15,7 @@ import ostinato
 from ostinato.kernels.persistent import backends, reference
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.recurrent import sequences
-from recurrent_layers import CELLS, assert_same, by, flat, inputs, make, pruned, twin
+from recurrent_layers import CELLS, assert_same, assert_same_gradients, by, flat, inputs, make, pruned, twin
 
 
 @by("as planned")
@@ -466,13 +466,14 @@ def test_a_call_is_checked_unless_one_like_it_was(monkeypatch):
 
 
 @by("as planned")
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("cell", ["RNN", "LSTM"])
-def test_a_call_that_torchs_kernels_take_as_it_is_is_checked_once(cell, monkeypatch):
+def test_a_call_that_torchs_kernels_take_as_it_is_is_checked_once(cell, grad, monkeypatch):
     layer, checked = make(cell, 5, 8, 2), []
     check = type(layer)._find_kernels
     monkeypatch.setattr(type(layer), "_find_kernels", lambda *args: checked.append(1) or check(*args))
     x, hx = inputs(layer, 50, 6)
-    assert not layer.plan(50, steps=6).has_kernel
+    assert not layer.plan(50, steps=6, training=grad).has_kernel
 
     def checks(x, hx):
         checked.clear()
@@ -480,9 +481,10 @@ def test_a_call_that_torchs_kernels_take_as_it_is_is_checked_once(cell, monkeypa
             assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
         return len(checked)
 
-    assert checks(x, hx) == 2  # as gradients may be asked for
-    with torch.no_grad():
+    with torch.set_grad_enabled(grad):
         assert [checks(x, hx), checks(x, hx), checks(x, None)] == [1, 0, 1]
+        for _ in range(2 * grad):
+            assert_same_gradients(layer, twin(layer), x, hx, tolerance=1e-5)
         transposed = tree_map(lambda state: state.mT.contiguous().mT, hx)
         assert checks(x, transposed) == 2  # torch's kernels take copies
         layer.dropout = 1.0

@@ -38,7 +38,7 @@ class KernelCall(NamedTuple):
 
 
 LEFT_TO_TORCH = KernelCall(batch=0, steps=0, autocast=None, training=False, at_once=0)
-"""In place of a call that torch's kernels compute: one without gradients, whose arguments they take as they are."""
+"""In place of a call that torch's kernels compute, whose arguments they take as they are."""
 
 
 class SequenceLayers(MaskedLayers):
@@ -151,7 +151,8 @@ class SequenceLayers(MaskedLayers):
             return None
         self._check_shapes(weights)
         if is_torchs:
-            altered = training or autocast or packed or x.dim() == 2 or self._buffers or resets is not None
+            on_gpu = training and device.type != "cpu"  # where it matters whether the module is in training mode, too
+            altered = on_gpu or autocast or packed or x.dim() == 2 or self._buffers or resets is not None
             return None if altered or not self._takes_as_they_are(x, states, weights) else LEFT_TO_TORCH
         return KernelCall(batch, steps, computed if autocast else None, training, at_once)
 

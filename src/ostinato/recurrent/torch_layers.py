@@ -65,7 +65,7 @@ class TorchLayers(nn.RNNBase):
         return module
 
     def _takes_as_they_are(self, input: Tensor, states: list[Tensor], weights: list[Tensor]) -> bool:
-        """Whether :meth:`_call_torch` takes batched tensors that fit, without gradients, and so all like them."""
+        """Whether :meth:`_call_torch` takes batched tensors that fit, and so all like them."""
         if weights[0].is_cuda and not all(map(operator.is_, weights, self._flat_weights)):  # they are copied
             return False
         return is_eager([input, *states, *weights]) and all(state.is_contiguous() for state in states)
