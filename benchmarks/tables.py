@@ -114,6 +114,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-random": partial(
         with_plot, drawn, "training-random-gpu", "The time of cuDNN over ours, of layers of random sizes"
     ),
+    "training-random-cpu": partial(drawn, "training-random-cpu"),
     "training-cpu": partial(layers, "training-cpu", pass_name="forward+backward"),
     "inference-cpu": partial(layers, "training-cpu"),
     "bounds-scan": partial(kernels.bounds, "scan-gpu"),
