@@ -50,7 +50,7 @@ lint: $(READY)
 # Without a GPU the small shapes only.  The speeds that the documentation shows: make bench RESULTS=benchmarks/results
 # Each part writes its own files, so that one that fails leaves the others; what was compiled beforehand is not timed.
 RESULTS := bench
-KINDS := scan layer persistent training recurrence calls networks 'training --sweep'
+KINDS := scan layer persistent training recurrence calls networks 'training --sweep' 'training --random 40'
 LAYER := mingru --batch 1 --length 4096 --hidden-size 512 --trace $(RESULTS)/trace.json
 bench: $(READY)
 	mkdir -p $(RESULTS)
