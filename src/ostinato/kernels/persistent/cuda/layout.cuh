@@ -96,7 +96,11 @@ struct Rows {
 
 // The step that is taken as number `taken`; backward starts with the last.
 __device__ inline int step_of(const Parameters& p, int taken) {
-    return bool(p.reverse) != bool(BACKWARD) ? p.steps - 1 - taken : taken;
+    int step = bool(p.reverse) != bool(BACKWARD) ? p.steps - 1 - taken : taken;
+    // The first step of one of the directions is zero.  Known to be, and extended to 64 bits, it is what CUDA 13.0 may
+    // read too early, as in matrix.cuh.
+    if (DIRECTIONS > 1) asm volatile("" : "+r"(step));
+    return step;
 }
 
 // The units and sequences of a block, and a thread's items among them.
