@@ -56,7 +56,10 @@ def training(
         bool, Option("--sweep", help="Over hidden and batch sizes instead, with a picture of the ratios to torch.nn.")
     ] = False,
     random: Annotated[
-        int, Option(min=0, help="So many layers of random sizes instead, with a picture of the ratios to torch.nn.")
+        int,
+        Option(
+            min=0, max=10_000, help="So many layers of random sizes instead, with a picture of the ratios to torch.nn."
+        ),
     ] = 0,
     seed: Annotated[int, Option(help="Of --random: another one draws others.")] = 0,
     json: Json = None,
