@@ -92,9 +92,9 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
             ``path``, "dense", "sparse" or "block" for a persistent kernel and "steps" for torch's, or on a GPU for the
             kernel of one step of few sequences; ``has_kernel``, whether it is a persistent one; ``bytes_on_chip`` of
             recurrent weights, of ``bytes_available``; ``blocks``, of threads; ``at_once``, how many stacked layers run
-            at the same time, or directions, which on a CPU, or where a GPU has no room for both, take turns; and the
-            ``reason``.  If any layer or direction needs torch's kernels, all use them; otherwise this is the plan of
-            the largest one.
+            at the same time, or directions, which on a CPU, or where a GPU has no room for both, take turns;
+            ``directions``, how many one launch runs; and the ``reason``.  If any layer or direction needs torch's
+            kernels, all use them; otherwise this is the plan of the largest one.
 
         Raises:
             ValueError: a batch, or steps, below 1.
