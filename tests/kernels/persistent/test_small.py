@@ -59,6 +59,7 @@ def computed(described, tensors):
     """What the kernel does, by PyTorch."""
     for one in described:
         total = torch.zeros(one.rows, one.columns, dtype=torch.float64)
+        total += 0 if one.bias is None else tensors[one.bias]
         for a, b, size in one.pairs:
             right = part(tensors[b.tensor], one.columns, size, b, flipped=True)
             if a is products.NOTHING:
@@ -84,6 +85,54 @@ def test_the_products_of_gradients_are_those_of_the_layer(cell, h0, reverse):
         expected = dict(zip(DIFFERENTIABLE, separate(given, h, found, ALL), strict=True))
         for name, result in zip(names, results, strict=True):
             torch.testing.assert_close(result, expected[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture
+def by_pytorch(monkeypatch):
+    """The products are computed by PyTorch, as they are described; each launch's number of them."""
+    launched = []
+
+    def made(described, *_):
+        return lambda *tensors: launched.append(len(described)) or computed(described, tensors)
+
+    monkeypatch.setattr(small, "Products", made)
+    monkeypatch.setattr(small, "previous", reference.previous)
+    for cached in (small._prepared, small._linear):
+        cached.cache_clear()
+    yield launched
+    for cached in (small._prepared, small._linear):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("resets", [False, True])
+def test_the_gradients_of_both_directions_are_one_launch(cell, resets, by_pytorch):
+    torch.manual_seed(0)
+    for needed in ((ALL, ALL), (0b1010101, 0b0101010), (0, ALL), (0b110, 0)):
+        size, options = SIZES[2], itertools.product((False, True), repeat=2)
+        given = [(*inputs(cell, size, h0=h0, reverse=reverse, resets=resets), 0) for h0, reverse in options]
+        for pair in itertools.combinations(given, 2):
+            directions = [(*own, bits) for (*own, _), bits in zip(pair, needed, strict=True)]
+            by_pytorch.clear()
+            for found, direction in zip(small.gradients(False, *directions), directions, strict=True):
+                for one, expected in zip(found, separate(*direction), strict=True):
+                    assert (one is None) == (expected is None)
+                    if one is not None:
+                        torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
+            assert len(by_pytorch) == (needed != (0b110, 0))  # without products there is nothing to launch
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_inputs_products_of_both_directions_are_one_launch(biased, by_pytorch):
+    torch.manual_seed(0)
+    x, weights, biases = torch.randn(6, 5).double(), torch.randn(2, 5, 7).double().mT, torch.randn(2, 7).double()
+    into = torch.empty(6, 7, dtype=torch.float64)
+    pairs = [(x, weight, bias if biased else None) for weight, bias in zip(weights, biases, strict=True)]
+    found = small.linear(False, (*pairs[0], None), (*pairs[1], into))
+    assert found[1] is into
+    assert by_pytorch == [2]
+    for one, pair in zip(found, pairs, strict=True):
+        torch.testing.assert_close(one, F.linear(*pair), rtol=1e-12, atol=1e-12)
 
 
 def test_captures_prepare_for_kernels_alone(monkeypatch):

@@ -157,33 +157,30 @@ def launch(geometry: Geometry, *directions: tuple[Layer, dict[str, Any]]) -> Non
     Each is given the layer and other tensors by the names of ``_POINTERS``, None for absent ones.
     """
     layer, tensors = directions[0]
-    pre, sequences = tensors["pre"], layer.sequences
+    pre, (batch, offsets, resets, _) = tensors["pre"], layer.sequences
     device = pre.get_device()
     check(device)
     if layer.mask_hh is not None and geometry.path != "dense":  # in one direction
         packing = packing_of(layer.mask_hh, geometry)
         geometry = packing.geometry
         tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
-    special = sequences.resets is not None, sequences.offsets is not None, tensors.get("gates") is not None
-    prepared = _launch_of(geometry, device, sequences.length(pre), sequences.batch, *special, len(directions))
+    rows, special = len(directions), (resets is not None, offsets is not None, tensors.get("gates") is not None)
+    prepared = _launch_of(geometry, device, layer.sequences.length(pre), batch, *special, rows)
     addresses = [_addresses(geometry, prepared, *direction) for direction in directions]
     stream, (prepare, recur, _) = launch_stream(device, directions), prepared.kernels
     for first, blocks in prepared.parts:
-        parameters = b"".join(
-            _PARAMETERS.pack(*own, *prepared.sizes, first, int(layer.sequences.reverse))
-            for own, (layer, _) in zip(addresses, directions, strict=True)
-        )
-        rows = len(directions)
+        parameters = b"".join([_PARAMETERS.pack(*own, *prepared.sizes, first, reverse) for own, reverse in addresses])
         if first == 0:
             prepare.launch(device, prepared.fill, THREADS, parameters, stream=stream, rows=rows)
         recur.launch(device, blocks, geometry.threads, parameters, prepared.shared, True, stream, rows=rows)
 
 
-def _addresses(geometry: Geometry, prepared: _Launch, layer: Layer, tensors: dict[str, Any]) -> Iterable[int]:
-    """Those of all ``_POINTERS``; what must live as long as the launch is among the tensors then."""
-    sequences, shared = layer.sequences, layer.packed_weights
-    tensors |= {"weight": layer.weight_hh, "h0": layer.h0, "c0": layer.c0}
-    tensors |= {"offsets": sequences.offsets, "resets": sequences.resets}
+def _addresses(
+    geometry: Geometry, prepared: _Launch, layer: Layer, tensors: dict[str, Any]
+) -> tuple[Iterable[int], bool]:
+    """Those of all ``_POINTERS``, and the direction; what must live as long as the launch is among the tensors then."""
+    _, weight, _, _, h0, c0, (_, offsets, resets, reverse), shared = layer
+    tensors |= {"weight": weight, "h0": h0, "c0": c0, "offsets": offsets, "resets": resets}
     if shared and geometry in shared:  # packed already
         tensors |= {"weight": None, "packed": shared[geometry]}
     pre, addresses = tensors["pre"], _NOWHERE.copy()
@@ -201,4 +198,4 @@ def _addresses(geometry: Geometry, prepared: _Launch, layer: Layer, tensors: dic
     if shared is not None and "packed" in tensors:
         shared[geometry] = tensors["packed"]
     addresses["failure"] = _failure(pre.get_device()).address
-    return addresses.values()
+    return addresses.values(), reverse

@@ -5,6 +5,7 @@ Launched one after the other, they take the host longer than a GPU.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,14 +35,15 @@ def is_small(rows: int, width: int, channels: int, training: bool) -> bool:
 
 def linear(rounds: bool, *products: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> list[Tensor]:
     """``F.linear`` of each input, weight and bias of the same shapes, written to its fourth tensor, if given."""
-    tensors: list[Tensor | None] = []
+    x, weight, bias, _ = products[0]
+    (rows, channels), width = x.shape, weight.shape[0]
+    run = _linear(len(products), rows, channels, width, bias is not None, x.dtype, rounds, x.get_device())
+    tensors: list[Any] = []
     for x, weight, bias, out in products:
-        x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
-        tensors += x, weight, bias, x.new_empty(len(x), len(weight)) if out is None else out
-    x, weight, bias, *_ = products[0]
-    sizes = len(products), *x.shape, len(weight)
-    _linear(*sizes, bias is not None, x.dtype, rounds, x.get_device())(*tensors)
-    return tensors[3::4]  # type: ignore[return-value]
+        bias = None if bias is None else bias.contiguous()
+        tensors += x.contiguous(), weight.contiguous(), bias, x.new_empty(rows, width) if out is None else out
+    run(*tensors)
+    return tensors[3::4]
 
 
 @functools.lru_cache(4096)
@@ -62,32 +64,33 @@ def gradients(rounds: bool, *directions: tuple[Arguments, Tensor, Found, int]) -
     are None.
     """
     each = [_of_direction(*direction) for direction in directions]
-    how, _, made = zip(*each, strict=True)
-    if any(made):
+    how = tuple([own for own, _, _ in each])
+    if any(made for *_, made in how):
         given, h, *_ = directions[0]
-        _prepared(given.cell, how, h.dtype, rounds, h.get_device())(*(x for _, tensors, _ in each for x in tensors))
-    found = []
-    for (_, _, (_, of_h0, of_c0, _), needed), own in zip(directions, made, strict=True):
-        of_all = own | {"h0": of_h0, "c0": of_c0}
-        found.append(tuple(of_all[name] if needed & bit else None for name, bit in _BITS.items()))
-    return found
+        run = _prepared(given.cell, how, h.dtype, rounds, h.get_device())
+        run(*[x for _, tensors, _ in each for x in tensors])
+    return [gradients for *_, gradients in each]
 
 
 def _of_direction(
     given: Arguments, h: Tensor, found: Found, needed: int
-) -> tuple[tuple, list[Tensor | None], dict[str, Tensor]]:
-    """What :func:`products_of_gradients` is asked for, its tensors, and which of them are gradients."""
-    of_gates, _, _, totals = found
+) -> tuple[tuple, list[Tensor | None], tuple[Tensor | None, ...]]:
+    """What :func:`products_of_gradients` is asked for, its tensors, and the gradients, which they will be among."""
+    of_gates, of_h0, of_c0, totals = found
     x, weight, h0 = given.x.contiguous(), given.weight_ih.contiguous(), given.h0
     shifted = given.offsets is None and given.resets is None  # the states before all steps but the first are rows of h
     if not shifted:
         h, h0 = previous(h, h0, given.sequences), None
     elif h0 is not None:
         h0 = h0.contiguous()
-    made = {name: h.new_empty(getattr(given, name).shape) for name in _PRODUCTS if needed & _BITS[name]}
-    rows, hidden = h.shape
-    how = rows, given.batch, len(totals), hidden, x.shape[1], shifted, given.reverse, h0 is not None, (*made,)
-    return how, [of_gates, totals, x, weight, h, h0, *map(made.get, _PRODUCTS)], made
+    made: dict[str, Tensor | None] = {
+        name: h.new_empty(getattr(given, name).shape) for name in _PRODUCTS if needed & _BITS[name]
+    }
+    (rows, hidden), parts, channels = h.shape, totals.shape[0], x.shape[1]
+    how = rows, given.batch, parts, hidden, channels, shifted, given.reverse, h0 is not None, (*made,)
+    tensors = [of_gates, totals, x, weight, h, h0, *map(made.get, _PRODUCTS)]
+    made |= {"h0": of_h0, "c0": of_c0}
+    return how, tensors, tuple([made[name] if needed & bit else None for name, bit in _BITS.items()])
 
 
 @functools.lru_cache(4096)
