@@ -402,6 +402,19 @@ def test_layers_of_random_sizes_are_measured_and_drawn(monkeypatch, tmp_path):
     assert f"of 2 layers: from {low} to {high}, " in report.summary(content["results"])
 
 
+def test_layers_that_torch_does_not_run_are_not_compared(monkeypatch, tmp_path):
+    def fail(*_):
+        raise Unavailable("out of memory")
+
+    for name in [name for name in peers.CONTESTANTS["LSTM"] if name.startswith("torch.nn")]:
+        monkeypatch.setitem(peers.CONTESTANTS["LSTM"], name, fail)
+    monkeypatch.setattr(shapes, "random_layers", lambda *_: [TRAINED])
+    bench_app(["training", "--random", "1", "--device", "cpu", "--json", str(tmp_path)], standalone_mode=False)
+    (path,) = tmp_path.iterdir()  # without a picture
+    (record,) = json.loads(path.read_text())["results"]
+    assert report.speedup(record) is None
+
+
 @pytest.mark.parametrize("arguments", [["--sweep"], ["--only", "GRU"]])
 def test_layers_of_random_sizes_have_no_names(arguments):
     with pytest.raises(ValueError, match="--random"):

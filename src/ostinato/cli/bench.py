@@ -255,11 +255,12 @@ def _measure(
                     runs.write_json(path, content)
     finally:
         console.print(*tables)
-        if drawn and results:
+        compared = any(report.speedup(record) is not None for record in results)
+        if drawn and compared:
             console.print(report.summary(results))
     if path is not None:
         runs.write_json(path, content)
-        plot = plot_beside(console, content, path) if plotted and results else None
+        plot = plot_beside(console, content, path) if plotted and compared else None
         console.print(f"wrote {', '.join(map(str, filter(None, (path, plot))))}", soft_wrap=True)
     _fail_if(wrong)
 
