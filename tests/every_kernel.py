@@ -20,7 +20,7 @@ import scan_kernels
 from kernels.persistent import test_cuda_step, test_directions, test_passes, test_small
 from kernels.recurrence import test_nonlinear_recurrence, test_projected
 from minimal_layers import GATES, layer, layer_backward
-from ostinato.kernels import gemm
+from ostinato.kernels import gemm, products
 from ostinato.kernels.persistent import cuda as persistent
 from ostinato.kernels.persistent import plan
 from ostinato.kernels.persistent.arguments import Arguments
@@ -163,13 +163,19 @@ def sums_of_biases():
             persistent.gradients_of_biases(torch.randn(batch, width).cuda(), dtype, cell)
 
 
-def products_of_small_layers():
-    for cell, size, (dtype, rounds) in itertools.product(test_small.CELLS, test_small.SIZES, test_small.TOLERANCE):
-        given, h, found = test_small.inputs(cell, size, dtype)
-        given, found = Arguments(*map(test_passes.on_gpu, given)), [*map(test_passes.on_gpu, found)]
-        product, direction = (given.x, given.weight_ih, given.bias_ih, None), (given, h.cuda(), found, test_small.ALL)
-        persistent.small.linear(rounds, product, product)
-        persistent.small.gradients(rounds, direction, direction)
+def products_of_small_layers(sharers):
+    test_small.forget_products()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "sharers_of", test_small.shared_by(sharers))
+        for cell, size, (dtype, rounds) in itertools.product(test_small.CELLS, test_small.SIZES, test_small.TOLERANCE):
+            given, h, found = test_small.inputs(cell, size, dtype)
+            given, found = Arguments(*map(test_passes.on_gpu, given)), [*map(test_passes.on_gpu, found)]
+            product, direction = (
+                (given.x, given.weight_ih, given.bias_ih, None),
+                (given, h.cuda(), found, test_small.ALL),
+            )
+            persistent.small.linear(rounds, product, product)
+            persistent.small.gradients(rounds, direction, direction)
 
 
 def recurrent(path, shape, in_clusters):
@@ -300,7 +306,10 @@ PARTS |= {
 PARTS["transposition"] = transpositions
 PARTS["previous"] = shifts
 PARTS["biases"] = sums_of_biases
-PARTS["small-layers"] = products_of_small_layers
+for name, sharers in zip(
+    ("small-layers-warps", "small-layers-blocks", "small-layers-clusters"), products.ADDING, strict=True
+):
+    PARTS[name] = partial(products_of_small_layers, sharers)
 PARTS["wide-1152"] = partial(wide, 1152, torch.bfloat16)
 PARTS["wide-2048"] = partial(wide, 2048, torch.float16)
 for kind, in_clusters in {"persistent": False, "clusters": True}.items():

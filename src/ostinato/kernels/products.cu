@@ -1,10 +1,10 @@
 // Several small products of matrices in one launch: out = a @ b + bias, where a @ b may be the sum of two products,
 // or, without a, the sum of b's rows.
 //
-// A block computes a tile of one of them.  Its warps share the summed dimension, each every WARPS-th slab of it, and
-// their parts are added up at the end, always in the same order.  On tensor cores numbers of 16 bits are tf32 exactly.
+// A warp computes a tile of one of them, alone or with others: all of its block, or of its cluster.  Those share the
+// summed dimension, a slab each in turn, and their parts are added up at the end, always in the same order.  On tensor
+// cores numbers of 16 bits are tf32 exactly.
 
-constexpr int SLAB = 16, STRIDE = WARPS * SLAB;  // places of the summed dimension: of a slab, and to a warp's next one
 constexpr int VECTOR = 4, VECTORS = SLAB / VECTOR;  // numbers that a lane loads together, and how often of a slab
 static_assert(TILE == 32, "a warp's lanes divide the slabs of such tiles");
 
@@ -19,8 +19,8 @@ struct Factor {
 struct Product {
     Factor a[2], b[2];
     long long begin;  // the element of out where it begins
-    int summed[2], out, bias, rows, columns, tiles;
-    int padding;
+    int summed[2], out, bias, rows, columns;
+    int blocks, sharers;  // how many, and how many warps share a tile: 1, or all of a block, or of a cluster
 };
 
 struct Arguments {
@@ -28,92 +28,110 @@ struct Arguments {
     Product products[PRODUCTS];
 };
 
-// A slab in shared memory: SLAB places of the summed dimension of TILE rows, or columns.  Those of a place are swapped
-// so that neither stores nor loads, along either dimension, meet in a bank.
+// A slab in shared memory: SLAB places of the summed dimension of TILE rows, or columns.  Eights of rows change places, so
+// that neither stores nor loads, along either dimension, meet in a bank.
 struct Slab {
     float numbers[SLAB * TILE];
 
-    __device__ float& at(int place, int row) { return numbers[place * TILE + (row ^ 8 * ((place ^ place >> 2) & 3))]; }
-    __device__ float4& vector(int place, int row) { return reinterpret_cast<float4&>(at(place, row)); }
+    __device__ float4& vector(int place, int row) {
+        return reinterpret_cast<float4&>(numbers[place * TILE + (row ^ 8 * ((place ^ place >> 2) & 3))]);
+    }
+};
+
+// Offsets in a slab of a lane's numbers that are not vectors: of row lane / 4, and every eighth from there, and place
+// `places * (lane % 4)`, and others that differ in bits that this has not.  All are of four, and constants.
+struct Offsets {
+    int of[4];
+
+    __device__ explicit Offsets(int places) {
+        const int lane = threadIdx.x % 32, quarter = lane % 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of[i] = quarter * places * TILE + lane / 4 + 8 * (quarter ^ i);
+    }
+
+    // `further` places and rows on.
+    __device__ int at(int further, int rows) const {
+        return of[((further ^ further >> 2) & 3) ^ rows / 8] + further * TILE;
+    }
 };
 
 // A warp's slabs of a factor, one after the other: how a lane loads its vectors of the next one, and stores them.
 class Slabs {
     const Scalar* from;       // its first vector
-    long long step, skip;     // elements to its other vectors, and to its first one of the slab after
+    long long step, skip;     // elements to its other vectors, and to its first one of its next slab
+    int stride;               // places to that
     int size, row;            // how many rows, or columns, there are, and which is its first vector's
     int summed, place;        // the same of the summed dimension
     bool along;               // whether neighbours in memory are so along the summed dimension
-    bool aligned, within;     // whether vectors are, and whether all rows of the slab exist
+    bool aligned;             // whether vectors are; then all of a vector's numbers exist, or none
     // As they are in memory: conversions would wait for it.
     unsigned words[VECTORS][VECTOR * sizeof(Scalar) / sizeof(unsigned)];
 
-    __device__ int row_of(int i) const { return row + (along ? i * (32 / VECTORS) : 0); }
-    __device__ int place_of(int i) const { return place + (along ? 0 : i * VECTORS); }
-
   public:
-    // From a row, or column, on, of `size`; from place `k` on, of `summed`.
-    __device__ Slabs(const Arguments& p, const Factor& factor, int begin, int size, int k, int summed)
-        : size(size), summed(summed), along(factor.along == 1) {
+    // From a row, or column, on, of `size`; from place `k` on, of `summed`, every `stride`.
+    __device__ Slabs(const Arguments& p, const Factor& factor, int begin, int size, int k, int summed, int stride)
+        : stride(stride), size(size), summed(summed), along(factor.along == 1) {
         const int lane = threadIdx.x % 32;
         row = begin + (along ? lane / VECTORS : lane % (TILE / VECTOR) * VECTOR);
         place = k + (along ? lane % VECTORS * VECTOR : lane / (TILE / VECTOR));
         step = along ? (32 / VECTORS) * (long long)factor.across : VECTORS * (long long)factor.along;
-        skip = STRIDE * (long long)factor.along;
+        skip = stride * (long long)factor.along;
         from = reinterpret_cast<const Scalar*>(p.tensors[factor.tensor]) + factor.begin;
         const int pitch = along ? factor.across : factor.along, extent = along ? summed : size;
         aligned = ((pitch | extent) % VECTOR | (long long)from % (VECTOR * sizeof(Scalar))) == 0;
-        within = begin + TILE <= size;
         from += (long long)row * factor.across + (long long)place * factor.along;
     }
 
-    __device__ void load(int k) {
-        const bool whole = aligned && within && k + SLAB <= summed;
+    __device__ void load() {
+        if (aligned) {
+            // Of the vectors, which are apart along one dimension, those exist that are within both.
+            const int first = along ? row : place, end = along ? size : summed, apart = along ? 32 / VECTORS : VECTORS;
+            const bool within = along ? place < summed : row < size;
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-            if (whole) load_vector(i);
-            else load_numbers(i);
+            for (int i = 0; i < VECTORS; ++i) load_vector(i, within && first + i * apart < end);
+        } else {
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) load_numbers(i);
         }
         from += skip;
-        place += STRIDE;
+        place += stride;
     }
 
-    __device__ void store(Slab& slab) const {
+    __device__ void store(Slab& slab, const Offsets& offsets) const {
         const int lane = threadIdx.x % 32;
+        if (along) {
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-            float x[VECTOR];
+            for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
-            for (int j = 0; j < VECTOR; ++j) x[j] = number(i, j);
-            if (along) {
+                for (int j = 0; j < VECTOR; ++j) slab.numbers[offsets.at(j, i * (32 / VECTORS))] = number(i, j);
+        } else {
+            const int column = lane % (TILE / VECTOR) * VECTOR;
 #pragma unroll
-                for (int j = 0; j < VECTOR; ++j)
-                    slab.at(lane % VECTORS * VECTOR + j, lane / VECTORS + i * (32 / VECTORS)) = x[j];
-            } else {
-                const int column = lane % (TILE / VECTOR) * VECTOR;
-                slab.vector(lane / (TILE / VECTOR) + i * VECTORS, column) = make_float4(x[0], x[1], x[2], x[3]);
-            }
+            for (int i = 0; i < VECTORS; ++i)
+                slab.vector(lane / (TILE / VECTOR) + i * VECTORS, column) =
+                    make_float4(number(i, 0), number(i, 1), number(i, 2), number(i, 3));
         }
     }
 
   private:
-    __device__ void load_vector(int i) {
+    // Zeros where none is.
+    __device__ void load_vector(int i, bool inside) {
         const Scalar* at = from + i * step;
         if constexpr (NARROW_SCALAR) {
-            const uint2 found = *reinterpret_cast<const uint2*>(at);
+            const uint2 found = inside ? *reinterpret_cast<const uint2*>(at) : uint2{};
             words[i][0] = found.x, words[i][1] = found.y;
         } else {
-            const uint4 found = *reinterpret_cast<const uint4*>(at);
+            const uint4 found = inside ? *reinterpret_cast<const uint4*>(at) : uint4{};
             words[i][0] = found.x, words[i][1] = found.y, words[i][2] = found.z, words[i][3] = found.w;
         }
     }
 
-    // One by one, zeros beyond the ends.
+    // One by one.
     __device__ void load_numbers(int i) {
         const Scalar* at = from + i * step;
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-            const int r = row_of(i) + (along ? 0 : j), k = place_of(i) + (along ? j : 0);
+            const int r = row + (along ? i * (32 / VECTORS) : j), k = place + (along ? j : i * VECTORS);
             const bool inside = r < size && k < summed;
             if constexpr (NARROW_SCALAR) {
                 const unsigned bits = inside ? reinterpret_cast<const unsigned short*>(at)[j] : 0;
@@ -169,22 +187,20 @@ struct OfOrdinaryCores {
 struct OfTensorCores {
     static constexpr int ROWS = TILE / 16, COLUMNS = TILE / 8;  // in units of the instruction
     float sum[ROWS][COLUMNS][4] = {};
+    const Offsets offsets{1};
 
-    __device__ static int group() { return threadIdx.x % 32 / 4; }
-    __device__ static int member() { return threadIdx.x % 4; }
-
-    __device__ void add(Slab& a, Slab& b) {
+    __device__ void add(const Slab& a, const Slab& b) {
 #pragma unroll
         for (int k = 0; k < SLAB; k += 8) {
             float of_a[ROWS][4], of_b[COLUMNS][2];
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) of_a[i][j] = a.at(k + member() + j / 2 * 4, 16 * i + group() + j % 2 * 8);
+                for (int j = 0; j < 4; ++j) of_a[i][j] = a.numbers[offsets.at(k + j / 2 * 4, 16 * i + j % 2 * 8)];
 #pragma unroll
             for (int i = 0; i < COLUMNS; ++i)
 #pragma unroll
-                for (int j = 0; j < 2; ++j) of_b[i][j] = b.at(k + member() + j * 4, 8 * i + group());
+                for (int j = 0; j < 2; ++j) of_b[i][j] = b.numbers[offsets.at(k + j * 4, 8 * i)];
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
 #pragma unroll
@@ -200,13 +216,14 @@ struct OfTensorCores {
     }
 
     __device__ void store(float* tile) const {
+        tile += threadIdx.x % 32 / 4 * TILE + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
                 for (int k = 0; k < 4; k += 2)
-                    *reinterpret_cast<float2*>(tile + (16 * i + group() + 4 * k) * TILE + 8 * j + 2 * member()) =
+                    *reinterpret_cast<float2*>(tile + (16 * i + 4 * k) * TILE + 8 * j) =
                         make_float2(sum[i][j][k], sum[i][j][k + 1]);
     }
 };
@@ -231,56 +248,113 @@ __device__ inline void add_rows(const Arguments& p, const Product& q, int column
     reinterpret_cast<Scalar*>(p.tensors[q.out])[q.begin + c] = Scalar(sum);
 }
 
-// Writes the sum of all warps' parts of a tile, to which the bias is added.
-__device__ inline void write(
-    const Arguments& p, const Product& q, int row, int column, const float (&parts)[WARPS][TILE * TILE]
-) {
-    const int lane = threadIdx.x % 32, columns = q.columns, rows = min(q.rows - row, TILE);
-    if (column + lane >= columns) return;
-    const Scalar* bias = reinterpret_cast<const Scalar*>(p.tensors[max(q.bias, 0)]) + column + lane;
-    const float added = q.bias < 0 ? 0.0f : widen(*bias);
-    Scalar* out = reinterpret_cast<Scalar*>(p.tensors[q.out]) + q.begin + (long long)row * columns + column + lane;
-    for (int r = threadIdx.x / 32; r < rows; r += WARPS) {
-        float sum = 0;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) sum += parts[warp][r * TILE + lane];
-        out[(long long)r * columns] = Scalar(sum + added);
+// Where a lane writes its column of a tile, with the bias added.
+class Column {
+    Scalar* first;
+    float bias = 0;
+    int rows, pitch;
+    bool exists;
+
+  public:
+    __device__ Column(const Arguments& p, const Product& q, int row, int column)
+        : rows(q.rows - row), pitch(q.columns) {
+        column += threadIdx.x % 32;
+        exists = column < q.columns;
+        first = reinterpret_cast<Scalar*>(p.tensors[q.out]) + q.begin + (long long)row * pitch + column;
+        if (exists && q.bias >= 0) bias = widen(reinterpret_cast<const Scalar*>(p.tensors[q.bias])[column]);
     }
+
+    __device__ void write(int row, float sum) const {
+        if (exists && row < rows) first[(long long)row * pitch] = Scalar(sum + bias);
+    }
+};
+
+#if CLUSTER > 1
+__device__ inline void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) products(const __grid_constant__ Arguments p) {
+// What another block of the cluster has where this one has a number.
+__device__ inline float of_block(unsigned rank, const float& own) {
+    unsigned there;
+    float number;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(unsigned(__cvta_generic_to_shared(&own))), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(number) : "r"(there) : "memory");
+    return number;
+}
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+// A warp's parts of a tile, or of its sums, are where its slabs were.
+using Parts = float[WARPS][TILE * TILE];
+
+// Adds up what the warps of a block have, and of a cluster if they share the tile, and writes it.
+__device__ inline void write_shared(const Column& out, Parts& parts, bool clustered) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    __syncthreads();
+    for (int row = warp; row < TILE; row += WARPS) {
+        float sum = 0;
+#pragma unroll
+        for (int other = 0; other < WARPS; ++other) sum += parts[other][row * TILE + lane];
+        if (clustered) parts[0][row * TILE + lane] = sum;
+        else out.write(row, sum);
+    }
+#if CLUSTER > 1
+    if (!clustered) return;
+    cluster_sync();
+    constexpr int ROWS = TILE / CLUSTER;  // of each block
+    for (int row = blockIdx.x % CLUSTER * ROWS + warp, i = warp; i < ROWS; row += WARPS, i += WARPS) {
+        float sum = 0;
+#pragma unroll
+        for (int rank = 0; rank < CLUSTER; ++rank) sum += of_block(rank, parts[0][row * TILE + lane]);
+        out.write(row, sum);
+    }
+    cluster_sync();  // no block ends while others read what it has
+#endif
+}
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(32 * WARPS, BLOCKS) products(const __grid_constant__ Arguments p) {
     __shared__ __align__(16) Slab slabs[WARPS][2];
-    static_assert(sizeof(slabs[0]) == TILE * TILE * sizeof(float), "a warp's part of a tile lies where its slabs were");
+    static_assert(sizeof(slabs) == sizeof(Parts), "a warp's part of a tile lies where its slabs were");
     const int warp = threadIdx.x / 32;
-    int tile = blockIdx.x, which = 0;
-    while (tile >= p.products[which].tiles) tile -= p.products[which++].tiles;
+    int block = blockIdx.x, which = 0;
+    while (block >= p.products[which].blocks) block -= p.products[which++].blocks;
     const Product& q = p.products[which];
-    const int across = (q.columns + TILE - 1) / TILE;
+    const int across = (q.columns + TILE - 1) / TILE, sharers = q.sharers;
+    const int number = block * WARPS + warp, tile = number / sharers, stride = sharers * SLAB;
     const int row = tile / across * TILE, column = tile % across * TILE;
+    if (row >= q.rows) return;
     if (q.a[0].tensor < 0) return add_rows(p, q, column);
 
     auto& [a, b] = slabs[warp];
     SumsOf<TENSOR_CORES>::type sums;
+    const Offsets of_vectors(VECTOR);
     for (int pair = 0; pair < 2; ++pair) {
-        const int begin = warp * SLAB, summed = q.summed[pair];
+        const int begin = number % sharers * SLAB, summed = q.summed[pair];
         if (begin >= summed) continue;
-        Slabs of_a(p, q.a[pair], row, q.rows, begin, summed), of_b(p, q.b[pair], column, q.columns, begin, summed);
-        for (int k = begin; k < summed + STRIDE; k += STRIDE) {
+        Slabs of_a(p, q.a[pair], row, q.rows, begin, summed, stride);
+        Slabs of_b(p, q.b[pair], column, q.columns, begin, summed, stride);
+        for (int k = begin; k < summed + stride; k += stride) {
             if (k > begin) {
                 __syncwarp();
-                of_a.store(a);
-                of_b.store(b);
+                of_a.store(a, of_vectors);
+                of_b.store(b, of_vectors);
                 __syncwarp();
             }
             if (k < summed) {  // loaded while the slab before is multiplied
-                of_a.load(k);
-                of_b.load(k);
+                of_a.load();
+                of_b.load();
             }
             if (k > begin) sums.add(a, b);
         }
     }
     __syncwarp();
-    sums.store(reinterpret_cast<float*>(slabs[warp]));
-    __syncthreads();
-    write(p, q, row, column, reinterpret_cast<const float (&)[WARPS][TILE * TILE]>(slabs));
+    Parts& parts = reinterpret_cast<Parts&>(slabs);
+    sums.store(parts[warp]);
+    const Column out(p, q, row, column);
+    if (sharers > 1) return write_shared(out, parts, sharers > WARPS);
+    __syncwarp();
+    for (int r = 0; r < TILE; ++r) out.write(r, parts[warp][r * TILE + threadIdx.x % 32]);
 }

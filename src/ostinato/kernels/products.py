@@ -3,6 +3,7 @@
 The host takes longer to launch a kernel of cuBLAS for each than the GPU to compute all.
 """
 
+import itertools
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,9 +13,14 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 
-WARPS, TILE = 8, 32  # of a block: warps, rows and columns that it computes
+TILE, SLAB = 32, 16  # rows and columns that a warp computes, alone or with others; what it sums at once
+WARPS, BLOCKS = 8, 2  # of a block; at once on a multiprocessor
+CLUSTER = 8  # blocks, where GPUs have clusters: from compute capability 9.0 on
+ADDING = {1: 3.0, WARPS: 2.0, WARPS * CLUSTER: 4.0}  # what a tile takes beside its slabs, in their time, by its warps
+FULL = 2.0  # times as long takes a slab on a multiprocessor that has no room for more
+WAITING = 0.25  # of the work of all, for which the last ones wait
 _TENSORS, _PRODUCTS = 22, 14  # at most
-_ADDRESSES, _FACTOR, _PRODUCT = struct.Struct(f"{_TENSORS}Q"), struct.Struct("q3i4x"), struct.Struct("q7i4x")
+_ADDRESSES, _FACTOR, _PRODUCT = struct.Struct(f"{_TENSORS}Q"), struct.Struct("q3i4x"), struct.Struct("q8i")
 
 
 class Factor(NamedTuple):
@@ -49,10 +55,23 @@ class Product(NamedTuple):
     def tiles(self) -> int:
         return -(-self.rows // TILE) * -(-self.columns // TILE)
 
-    def packed(self) -> bytes:
+    @property
+    def summed(self) -> int:
+        return max(size for *_, size in self.pairs)
+
+    @property
+    def adds_rows(self) -> bool:
+        return self.pairs[0][0] is NOTHING
+
+    def blocks(self, sharers: int, cluster: int) -> int:
+        """In whole clusters, if so many warps share a tile."""
+        return -(-self.tiles * sharers // (WARPS * cluster)) * cluster
+
+    def packed(self, sharers: int, cluster: int) -> bytes:
         firsts, seconds, sizes = zip(*self.pairs, *[(NOTHING, NOTHING, 0)] * (2 - len(self.pairs)), strict=True)
         bias = -1 if self.bias is None else self.bias
-        numbers = self.begin, *sizes, self.out, bias, self.rows, self.columns, self.tiles
+        shape = self.rows, self.columns, self.blocks(sharers, cluster), sharers
+        numbers = self.begin, *sizes, self.out, bias, *shape
         return b"".join(factor.packed() for factor in (*firsts, *seconds)) + _PRODUCT.pack(*numbers)
 
 
@@ -64,10 +83,13 @@ class Products:
 
     def __init__(self, products: Sequence[Product], dtype: torch.dtype, rounds: bool, device: int) -> None:
         assert len(products) <= _PRODUCTS, "the kernel's parameters have room for no more"
-        packed = b"".join(product.packed() for product in products)
+        cluster = cluster_of(device)
+        sharers = sharers_of(products, cluster, torch.cuda.get_device_properties(device).multi_processor_count)
+        each = sorted(zip(products, sharers, strict=True), key=lambda one: -one[0].summed / one[1])  # the longest first
+        packed = b"".join(product.packed(own, cluster) for product, own in each)
         self._packed = packed.ljust(_PRODUCTS * (4 * _FACTOR.size + _PRODUCT.size), b"\0")
-        self._blocks, self._device = sum(product.tiles for product in products), device
-        self._kernel = nvrtc.load_kernel("products", *source(dtype, rounds), device)
+        self._blocks = sum(product.blocks(own, cluster) for product, own in each)
+        self._kernel, self._device = nvrtc.load_kernel("products", *source(dtype, rounds, cluster), device), device
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Compute them; None for tensors that none of them has."""
@@ -77,9 +99,40 @@ class Products:
             self._kernel.launch(self._device, self._blocks, 32 * WARPS, parameters)
 
 
-def source(dtype: torch.dtype, rounds: bool) -> tuple[str, nvrtc.Macros]:
+def cluster_of(device: int) -> int:
+    """Blocks of a cluster."""
+    return CLUSTER if torch.cuda.get_device_properties(device).major >= 9 else 1
+
+
+def sharers_of(products: Sequence[Product], cluster: int, processors: int) -> list[int]:
+    """How many warps share a tile of each: one, a block's or a cluster's, with which all are estimated to end first.
+
+    That is when the one of the longest sums ends, or when the GPU's warps have done all work.  Sums of about the same
+    length are shared by the same number.
+    """
+    at_once = WARPS * BLOCKS * processors
+    slabs = [0 if product.adds_rows else -(-product.summed // SLAB) for product in products]
+    lengths = sorted({size.bit_length() for size in slabs if size})
+
+    def ends(chosen: dict[int, int]) -> float:
+        longest = work = 0.0
+        for product, size in zip(products, slabs, strict=True):
+            if size:
+                own = chosen[size.bit_length()]
+                each = -(-size // own)
+                longest = max(longest, each + ADDING[own])
+                work += product.tiles * own / at_once * (FULL * each + ADDING[own])
+        return max(longest, work) + WAITING * work
+
+    choices = itertools.product(dict.fromkeys((WARPS, 1, WARPS * cluster)), repeat=len(lengths))
+    best = min((dict(zip(lengths, chosen, strict=True)) for chosen in choices), key=ends)
+    return [best[size.bit_length()] if size else WARPS for size in slabs]
+
+
+def source(dtype: torch.dtype, rounds: bool, cluster: int) -> tuple[str, nvrtc.Macros]:
     """CUDA C++ and its preprocessor definitions."""
     narrow = dtype.itemsize == 2
-    sizes = ("WARPS", WARPS), ("TILE", TILE), ("TENSORS", _TENSORS), ("PRODUCTS", _PRODUCTS)
+    sizes = ("TILE", TILE), ("SLAB", SLAB), ("WARPS", WARPS), ("BLOCKS", BLOCKS), ("CLUSTER", cluster)
+    room = ("TENSORS", _TENSORS), ("PRODUCTS", _PRODUCTS)
     scalar = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 2 if narrow else 1), ("TENSOR_CORES", int(rounds or narrow))
-    return nvrtc.source("numeric.cuh", "products.cu"), (*scalar, *sizes)
+    return nvrtc.source("numeric.cuh", "products.cu"), (*scalar, *sizes, *room)

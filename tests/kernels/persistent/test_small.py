@@ -1,6 +1,7 @@
 """The products of small layers in one launch, against the separate ones."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +88,11 @@ def test_the_products_of_gradients_are_those_of_the_layer(cell, h0, reverse):
             torch.testing.assert_close(result, expected[name], rtol=1e-12, atol=1e-12)
 
 
+def forget_products():
+    for cached in (small._prepared, small._linear):
+        cached.cache_clear()
+
+
 @pytest.fixture
 def by_pytorch(monkeypatch):
     """The products are computed by PyTorch, as they are described; each launch's number of them."""
@@ -97,11 +103,25 @@ def by_pytorch(monkeypatch):
 
     monkeypatch.setattr(small, "Products", made)
     monkeypatch.setattr(small, "previous", reference.previous)
-    for cached in (small._prepared, small._linear):
-        cached.cache_clear()
+    forget_products()
     yield launched
-    for cached in (small._prepared, small._linear):
-        cached.cache_clear()
+    forget_products()
+
+
+@pytest.fixture
+def sharing(monkeypatch):
+    """Sets how many warps share a tile."""
+
+    def share(sharers):
+        monkeypatch.setattr(products, "sharers_of", shared_by(sharers))
+        forget_products()
+
+    yield share
+    forget_products()
+
+
+def shared_by(sharers):
+    return lambda described, *_: [products.WARPS if one.adds_rows else sharers for one in described]
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -143,15 +163,60 @@ def test_captures_prepare_for_kernels_alone(monkeypatch):
     assert operators.executor_of(*given).kernels is reference
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
+@pytest.mark.parametrize(("architecture", "cluster"), [("sm_80", 1), ("sm_100", products.CLUSTER)])
 @pytest.mark.parametrize(("dtype", "rounds"), [(f32, False), (f32, True), (f16, False), (bf16, False)])
-def test_products_compile_without_a_gpu(architecture, dtype, rounds):
+def test_products_compile_without_a_gpu(architecture, cluster, dtype, rounds):
     pytest.importorskip("cuda.core")
-    code, macros = products.source(dtype, rounds)
+    code, macros = products.source(dtype, rounds, cluster)
     assert nvrtc.compile_cubin(code, architecture, dict(macros))[:4] == b"\x7fELF"
 
 
 TOLERANCE = {(f32, False): 3e-6, (f32, True): 3e-3, (f16, False): 2e-3, (bf16, False): 1e-2}  # of the largest, or of 1
+
+
+def described(rows, summed, columns):
+    """A product of these sizes."""
+    factors = products.Factor(0, 1, 1), products.Factor(1, 1, 1), summed
+    return products.Product([factors], rows, columns, 2)
+
+
+def test_as_many_warps_share_a_tile_as_a_gpu_has_room_for():
+    warps, cluster = products.WARPS, products.CLUSTER
+    many, few, large = described(32768, 32, 96), described(96, 8192, 32), described(768, 512, 256)
+    assert products.sharers_of([many], cluster, 132) == [1]  # tiles of short sums
+    assert products.sharers_of([described(64, 256, 64)], cluster, 132) == [warps]
+    assert products.sharers_of([few], cluster, 132) == [warps * cluster]  # of long ones
+    assert products.sharers_of([few], 1, 108) == [warps]
+    assert products.sharers_of([large] * 2, cluster, 132) == [warps] * 2
+    sums = products.Product([(products.NOTHING, products.Factor(0, 1, 1), 8192)], 1, 96, 1)
+    assert products.sharers_of([many, sums, few], cluster, 132) == [1, warps, warps * cluster]
+
+
+@pytest.mark.parametrize("sharers", products.ADDING)
+def test_blocks_are_enough_for_all_tiles_in_whole_clusters(sharers):
+    for rows, columns, cluster in itertools.product((1, 32, 33, 300), (1, 64, 95), (1, products.CLUSTER)):
+        one, warps = described(rows, 100, columns), products.WARPS
+        if sharers > warps * cluster:
+            continue
+        blocks = one.blocks(sharers, cluster)
+        assert blocks % cluster == 0
+        assert 0 <= blocks * warps - one.tiles * sharers < warps * cluster
+        assert one.tiles == -(-rows // products.TILE) * -(-columns // products.TILE)
+
+
+def test_small_layers_have_as_many_rows_as_blocks_can_share(monkeypatch):
+    properties = SimpleNamespace()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    for version, most in ((8, 1024), (9, 24576)):
+        properties.major = version
+        for rows, captured in ((most, True), (4 * most, False)):
+            assert small.is_small(0, f32, rows, 96, 16, True, captured)
+            assert not small.is_small(0, f32, rows + 1, 96, 16, True, captured)
+    for rows, captured in ((2048, True), (16384, False)):
+        assert small.is_small(0, f32, rows, 2048, 16, True, captured)
+        assert not small.is_small(0, f32, rows, 2048, 17, True, captured)
+        assert not small.is_small(0, f32, rows, 2048, 16, False, captured)
+        assert not small.is_small(0, f16, rows, 2048, 16, True, captured)
 
 
 def error(result, expected):
@@ -176,6 +241,28 @@ def test_gradients_of_small_layers_match_float64(cell, dtype, rounds, nan_memory
             if one is not None:
                 assert torch.equal(one, two)
                 assert error(one, expected) < TOLERANCE[dtype, rounds], (name, size, h0, reverse, resets)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sharers", products.ADDING)
+@pytest.mark.parametrize(("dtype", "rounds"), TOLERANCE)
+def test_results_are_the_same_however_many_warps_share_a_tile(sharers, dtype, rounds, sharing, nan_memory):
+    if sharers > products.WARPS * products.cluster_of(torch.cuda.current_device()):
+        pytest.skip("this GPU has no clusters")
+    torch.manual_seed(0)
+    sharing(sharers)
+    flags = itertools.cycle(itertools.product((True, False), repeat=3))
+    for cell, size in itertools.product(CELLS, (*SIZES, (5, 8 * sharers, 24, 36))):
+        h0, reverse, resets = next(flags)
+        given, h, found = inputs(cell, size, dtype, "cuda", h0, reverse, resets)
+        (ours,), (again,) = (small.gradients(rounds, (given, h, found, ALL)) for _ in range(2))
+        exact = separate(given, h, found, ALL)
+        (projected,) = small.linear(rounds, (given.x, given.weight_ih, given.bias_ih, None))
+        expected = F.linear(*(x.double() for x in (given.x, given.weight_ih, given.bias_ih)))
+        for one, two, right in zip((*ours, projected), (*again, projected), (*exact, expected), strict=True):
+            if one is not None:
+                assert torch.equal(one, two)
+                assert error(one, right) < TOLERANCE[dtype, rounds], (cell, size, h0, reverse, resets)
 
 
 @pytest.mark.gpu
@@ -207,7 +294,7 @@ def test_separate_products_lead_to_the_same_gradients(cell, layers, bidirectiona
     found, compute, calls = [], small.gradients, []
     monkeypatch.setattr(small, "gradients", lambda *args: calls.append(args) or compute(*args))
     for most in (0, 1024):
-        monkeypatch.setattr(small, "MOST_ROWS", most)
+        monkeypatch.setattr(small, "MOST_ROWS", dict.fromkeys(small.MOST_ROWS, most))
         sequences._CALLS._runs.clear()
         output, _ = layer(x)
         found.append((output, *torch.autograd.grad(output, [x, *layer.parameters()], of_output)))

@@ -21,7 +21,9 @@ Found = tuple[Tensor, Tensor, Tensor | None, Tensor]
 class SmallProducts(Protocol):
     """The products of small layers with less overhead than those of ``gemm.py``."""
 
-    def is_small(self, rows: int, width: int, channels: int, training: bool, /) -> bool:
+    def is_small(
+        self, device: int, dtype: torch.dtype, rows: int, width: int, channels: int, training: bool, captured: bool, /
+    ) -> bool:
         """Whether the products of so many rows with matrices of (width, channels) are better computed here."""
 
     def linear(self, rounds: bool, /, *products: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> list[Tensor]:

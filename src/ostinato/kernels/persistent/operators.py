@@ -89,19 +89,22 @@ def executor_of(*args: Any, bidirectional: bool = False) -> Executor:
     given = Arguments(*args)
     plan = plan_layer(given.mask_hh, call_of(given)._replace(bidirectional=bidirectional))
     kernels: Kernels = kernels_on(given.x.device) if plan.has_kernel else reference
-    if plan.has_kernel and is_captured(given.x.device):
+    captured = plan.has_kernel and is_captured(given.x.device)
+    if captured:
         cublas.create_handle(given.x.device)  # calls before the capture may not have needed one
-    return Executor(kernels, plan, layers_round(given.x.device, given.x.dtype), _products_of_small(kernels, given))
+    small = _products_of_small(kernels, given, captured)
+    return Executor(kernels, plan, layers_round(given.x.device, given.x.dtype), small)
 
 
-def _products_of_small(kernels: Kernels, given: Arguments) -> SmallProducts | None:
+def _products_of_small(kernels: Kernels, given: Arguments, captured: bool) -> SmallProducts | None:
     """What computes the products of a layer together, if it is small and there is such, else None."""
     small, hidden = kernels.small, given.weight_hh.shape[1]
     if small is None:
         return None
     rows, channels = given.x.shape
-    is_small = small.is_small(rows, GATES[given.cell] * hidden, max(channels, hidden), given.training)
-    return small if is_small else None
+    sizes = rows, GATES[given.cell] * hidden, max(channels, hidden)
+    of_call = given.x.get_device(), given.x.dtype, *sizes, given.training, captured
+    return small if small.is_small(*of_call) else None
 
 
 def call_of(given: Arguments) -> Call:

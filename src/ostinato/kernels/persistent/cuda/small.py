@@ -13,24 +13,27 @@ from torch import Tensor
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, NEEDED_BITS, Arguments
 from ostinato.kernels.persistent.cuda.passes import previous
 from ostinato.kernels.persistent.interface import Found
-from ostinato.kernels.products import NOTHING, Factor, Product, Products
+from ostinato.kernels.products import CLUSTER, NOTHING, Factor, Product, Products, cluster_of
 
-# Rows, numbers in a matrix and multiply-adds of a product, up to which one launch takes an H200 about as long as the
-# kernels of cuBLAS, five or more for the gradients.
-MOST_ROWS, MOST_WEIGHTS, MOST_ADDED = 1024, 2**19, 2**26
+# Rows, by the blocks that can share a sum over them, numbers in a matrix, and multiply-adds of a product, by the bytes
+# of a number, up to which one launch takes an H200 no longer than cuBLAS's kernels, five or more for the gradients.
+MOST_ROWS, MOST_WEIGHTS, MOST_ADDED = {1: 2**10, CLUSTER: 3 * 2**13}, 2**19, {2: 2**25, 4: 2**26}
+# Times as many rows and multiply-adds outside of CUDA graphs: the GPU takes up to 80 microseconds longer, and the host,
+# which launches a fifth of the kernels, 250 less.
+ROWS_LAUNCHED, ADDED_LAUNCHED = 4, 8
 _PRODUCTS = "x", "weight_ih", "weight_hh", "bias_ih", "bias_hh"  # whose gradients are products, or sums
 _TENSORS = 6 + len(_PRODUCTS)  # of a direction
 _BITS = dict(zip(DIFFERENTIABLE, NEEDED_BITS, strict=True))
 
 
-def is_small(rows: int, width: int, channels: int, training: bool) -> bool:
-    """Whether products of so many rows with matrices of (width, channels) are computed here.
-
-    In CUDA graphs, too, where the host's time does not count: results are the same bits there.
-    """
-    weights = width * channels
-    within = rows <= MOST_ROWS and weights <= MOST_WEIGHTS
-    return within and rows * weights <= (MOST_ADDED if training else MOST_ADDED // 4)
+def is_small(
+    device: int, dtype: torch.dtype, rows: int, width: int, channels: int, training: bool, captured: bool
+) -> bool:
+    """Whether products of so many rows with matrices of (width, channels) are computed here."""
+    weights, most_rows, most = width * channels, MOST_ROWS[cluster_of(device)], MOST_ADDED[dtype.itemsize]
+    if not captured:
+        most_rows, most = ROWS_LAUNCHED * most_rows, ADDED_LAUNCHED * most
+    return rows <= most_rows and weights <= MOST_WEIGHTS and rows * weights <= (most if training else most // 4)
 
 
 def linear(rounds: bool, *products: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> list[Tensor]:
