@@ -28,8 +28,8 @@ struct Arguments {
     Product products[PRODUCTS];
 };
 
-// A slab in shared memory: SLAB places of the summed dimension of TILE rows, or columns.  Eights of rows change places, so
-// that neither stores nor loads, along either dimension, meet in a bank.
+// A slab in shared memory: SLAB places of the summed dimension of TILE rows, or columns.  Eights of rows change places,
+// so that neither stores nor loads, along either dimension, meet in a bank.
 struct Slab {
     float numbers[SLAB * TILE];
 
@@ -270,21 +270,23 @@ class Column {
 };
 
 #if CLUSTER > 1
+#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
+
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // What another block of the cluster has where this one has a number.
 __device__ inline float of_block(unsigned rank, const float& own) {
+    const unsigned here = __cvta_generic_to_shared(&own);
     unsigned there;
     float number;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(unsigned(__cvta_generic_to_shared(&own))), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(number) : "r"(there) : "memory");
     return number;
 }
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
 #else
-#define CLUSTERED
+#define IN_CLUSTERS
 #endif
 
 // A warp's parts of a tile, or of its sums, are where its slabs were.
@@ -315,7 +317,8 @@ __device__ inline void write_shared(const Column& out, Parts& parts, bool cluste
 #endif
 }
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(32 * WARPS, BLOCKS) products(const __grid_constant__ Arguments p) {
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(32 * WARPS, BLOCKS)
+products(const __grid_constant__ Arguments p) {
     __shared__ __align__(16) Slab slabs[WARPS][2];
     static_assert(sizeof(slabs) == sizeof(Parts), "a warp's part of a tile lies where its slabs were");
     const int warp = threadIdx.x / 32;

@@ -78,14 +78,15 @@ class Product(NamedTuple):
 class Products:
     """Prepared products of tensors of a dtype, float32 or of 16 bits, on a GPU; called with the tensors.
 
-    ``rounds`` says whether float32 may be rounded to tf32.
+    They come in groups, each of which is computed as it would be alone, to the same bits.  ``rounds`` says whether float32
+    may be rounded to tf32.
     """
 
-    def __init__(self, products: Sequence[Product], dtype: torch.dtype, rounds: bool, device: int) -> None:
-        assert len(products) <= _PRODUCTS, "the kernel's parameters have room for no more"
-        cluster = cluster_of(device)
-        sharers = sharers_of(products, cluster, torch.cuda.get_device_properties(device).multi_processor_count)
-        each = sorted(zip(products, sharers, strict=True), key=lambda one: -one[0].summed / one[1])  # the longest first
+    def __init__(self, groups: Sequence[Sequence[Product]], dtype: torch.dtype, rounds: bool, device: int) -> None:
+        assert sum(map(len, groups)) <= _PRODUCTS, "the kernel's parameters have room for no more"
+        cluster, processors = cluster_of(device), torch.cuda.get_device_properties(device).multi_processor_count
+        each = [pair for own in groups for pair in zip(own, sharers_of(own, cluster, processors), strict=True)]
+        each.sort(key=lambda pair: -pair[0].summed / pair[1])  # the longest sums begin first
         packed = b"".join(product.packed(own, cluster) for product, own in each)
         self._packed = packed.ljust(_PRODUCTS * (4 * _FACTOR.size + _PRODUCT.size), b"\0")
         self._blocks = sum(product.blocks(own, cluster) for product, own in each)

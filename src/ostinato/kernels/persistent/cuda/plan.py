@@ -68,7 +68,8 @@ def make_plan(
         if mask_hh is not None:
             used = [_packed(geometry, mask_hh) for geometry in used]
         of_product = call.length * call.batch, GATES[call.cell] * call.hidden_size, call.hidden_size
-        if small.is_small(index, call.dtype, *of_product, call.training, call.captured):  # if its input is no wider
+        of_call = call.training, call.captured
+        if used and small.is_small(index, call.dtype, *of_product, *of_call):  # if its input is no wider
             nvrtc.compile_ahead(*products.source(call.dtype, tf32, products.cluster_of(index)), index)
         compile_kernels(index, resets, call.packed, keeps, directions, *used)
     except (MemoryError, nvrtc.DoesNotCompile) as error:

@@ -53,11 +53,11 @@ def linear(rounds: bool, *products: tuple[Tensor, Tensor, Tensor | None, Tensor 
 def _linear(
     count: int, rows: int, channels: int, width: int, biased: bool, dtype: torch.dtype, rounds: bool, device: int
 ) -> Products:
-    products = []
+    each = []
     for x, weight, bias, out in (range(first, first + 4) for first in range(0, 4 * count, 4)):
         pair = Factor(x, channels, 1), Factor(weight, channels, 1), channels
-        products.append(Product([pair], rows, width, out, bias=bias if biased else None))
-    return Products(products, dtype, rounds, device)
+        each.append([Product([pair], rows, width, out, bias=bias if biased else None)])
+    return Products(each, dtype, rounds, device)
 
 
 def gradients(rounds: bool, *directions: tuple[Arguments, Tensor, Found, int]) -> list[tuple[Tensor | None, ...]]:
@@ -98,8 +98,8 @@ def _of_direction(
 
 @functools.lru_cache(4096)
 def _prepared(cell: str, directions: tuple[tuple, ...], dtype: torch.dtype, rounds: bool, device: int) -> Products:
-    each = (products_of_gradients(cell, number, *how) for number, how in enumerate(directions))
-    return Products([product for products in each for product in products], dtype, rounds, device)
+    each = [products_of_gradients(cell, number, *how) for number, how in enumerate(directions)]
+    return Products(each, dtype, rounds, device)
 
 
 def products_of_gradients(
