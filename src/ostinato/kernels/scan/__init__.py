@@ -15,6 +15,7 @@ differentiable.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -57,10 +58,21 @@ class Backend(Protocol):
     """Scans over checked, non-empty inputs of one floating dtype on one device.
 
     ``a``, ``b``, ``h`` are (B, T, D) with any strides, ``h0`` and ``h_last`` (B, D), or (N, D) with ``cu_seqlens``; an
-    absent ``h0`` is the zero state, an absent gradient is zero.  Results are contiguous, or laid out as the backend's
-    ``states_like`` does, do not alias anything, and have the inputs' dtype; float32 and narrower accumulate in float32
-    or wider, float64 in float64.
+    absent ``h0`` is the zero state, an absent gradient is zero.  Results of (B, T, D) are laid out as ``states_like``
+    says, others contiguous; all have the inputs' dtype and do not alias anything.  float32 and narrower accumulate in
+    float32 or wider, float64 in float64.
     """
+
+    def states_like(self, x: Tensor, order: Order) -> Tensor:
+        """An empty tensor of the shape and dtype of x, (B, T, D), with the strides of the states of a scan over it."""
+        ...
+
+    def prepare_linear_scan(self, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> Callable | None:
+        """A faster ``linear_scan`` for inputs laid out like these, in a plain order; None if there is none.
+
+        It is called with the arguments of the operator, not with an order.
+        """
+        ...
 
     def linear_scan(self, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
         """``h[t] = a[t] * h[t-1] + b[t]``; returns h and the state after the last step taken."""

@@ -51,24 +51,25 @@ def after_no_steps(b: Tensor, h0: Tensor | None, order: Order, zero: float) -> T
 
 
 def _states_like(x: Tensor, order: Order, backend: str) -> Tensor:
-    laid_out = getattr(choose_backend(backend, x.device.type), "states_like", None)  # contiguous of most backends
-    return laid_out(x, order) if laid_out else x.new_empty(x.shape)
+    return choose_backend(backend, x.device.type).states_like(x, order)
 
 
 class _Scan:
     """A scan and its gradient as operators: the functions of the backends, with the parts of an order each by itself.
+
+    ``name`` is the operator's and the backends' functions'; ``prepare`` is as that of the operator.
 
     run(a, b, h0, cu_seqlens, resets, reverse, backend) -> h, h_last
     gradients(a, b, h, h0, grad_h, grad_h_last, cu_seqlens, resets, reverse, backend) -> gradients of a, b and h0,
     the last empty if h0 is absent; b is None if linear.
     """
 
-    def __init__(self, ring: Semiring, name: str) -> None:
+    def __init__(self, ring: Semiring, name: str, prepare: Callable | None = None) -> None:
         self.ring, self.name = ring, name
         of_gradient = self.backward, self.fake_backward, self.backward_groups, self.differentiable_backward
         self.gradients = gradient(f"{name}_backward", *of_gradient)
         forward = self.scan, self.fake, self.context, self.grad, self.groups
-        self.run = operator(name, *forward, plain=self.plain, jvp=self.jvp, prepare=self.prepare)
+        self.run = operator(name, *forward, plain=self.plain, jvp=self.jvp, prepare=prepare)
 
     def scan(
         self,
@@ -86,12 +87,6 @@ class _Scan:
             return b.new_empty(b.shape), after_no_steps(b, h0, order, self.ring.zero)
         h, h_last = getattr(kernels, self.name)(a, b, h0, order)
         return h, h_last
-
-    def prepare(self, a: Tensor, b: Tensor, h0: Tensor | None, *options: Any) -> Callable | None:
-        *parts, backend = options
-        order, kernels = order_of(*parts), choose_backend(backend, b.device.type)
-        prepare_scan = getattr(kernels, f"prepare_{self.name}", None)
-        return prepare_scan(a, b, h0, order) if prepare_scan and order.is_plain and b.numel() else None
 
     def fake(self, _a: Any, b: Tensor, _h0: Any, *options: Any) -> tuple[Tensor, Tensor]:
         *parts, backend = options
@@ -170,6 +165,14 @@ class _Scan:
         return (1, 1, 1, 1, 1, 1, None, None, None, None), (1, 1, 1)
 
 
-_LINEAR, _LOG = _Scan(LINEAR, "linear_scan"), _Scan(LOG, "log_linear_scan")
+def _prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, *options: Any) -> Callable | None:
+    *parts, backend = options
+    order = order_of(*parts)
+    if not order.is_plain or b.numel() == 0:
+        return None
+    return choose_backend(backend, b.device.type).prepare_linear_scan(a, b, h0, order)
+
+
+_LINEAR, _LOG = _Scan(LINEAR, "linear_scan", _prepare_linear_scan), _Scan(LOG, "log_linear_scan")
 linear_scan, linear_scan_backward = _LINEAR.run, _LINEAR.gradients
 log_linear_scan, log_linear_scan_backward = _LOG.run, _LOG.gradients
