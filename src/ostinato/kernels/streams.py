@@ -63,6 +63,7 @@ def launch_stream(device: int, memory: Any) -> int:
 def in_waves(device: torch.device, chains: int, links: int, run: Callable[[int, int], Sequence[Tensor | None]]) -> None:
     """``run(chain, link)`` for all: after the chain's link before, and after the same link of the chain before.
 
+    So those whose ``chain + link`` is the same, a wave, may run at the same time; the waves are launched in order.
     The kernels of each chain run on a stream of its own, of the first on the current one, which waits for all others
     at the end.  Until then memory that several chains use must not be freed.  ``run`` returns what it has made that is
     used outside of its chain: another thread, with the same current stream, could reuse that memory at once.

@@ -10,7 +10,7 @@
 ``arguments.py``   what such a layer is: the operator's arguments, and what kernels are given of them
 ``operators.py``   the layer as a differentiable operator
 ``directions.py``  both directions of a layer, beside each other
-``stacks.py``      stacked layers: groups of them one after the other, or several at the same time
+``stacks.py``      stacked layers: wavefronts of them, one after the other
 ``wavefront.py``   layers at the same time, each a portion of the steps behind the one below
 ``modes.py``       function transforms, counters and autocast around its calls
 ``plain.py``       the same for exported programs

@@ -1,7 +1,7 @@
-"""Stacked recurrent layers: groups of them one after the other, the layers of each at the same time in a wavefront.
+"""Stacked recurrent layers, cut into wavefronts: these run one after the other, the layers of each at the same time.
 
-An eager call is one group, of layers that were planned to run at once; a compiled call is planned when it runs, and may
-be several groups.
+An eager call is one wavefront, of layers that were planned to run at once; a compiled call is planned when it runs, and
+may be several.  A wavefront of one layer is that layer by itself.
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,15 @@ from ostinato.kernels.persistent.wavefront import Wavefront, layers_of, layers_p
 from ostinato.kernels.several import of_several, one_operator
 
 
-class _InTurn(NamedTuple):
-    """Groups of stacked layers, one after the other; the layers of each run at the same time."""
+class _Stack(NamedTuple):
+    """Stacked layers as wavefronts, one after the other, each given by the numbers of its layers."""
 
-    groups: tuple[range, ...]
+    wavefronts: tuple[range, ...]
 
     def __call__(self, *calls: tuple) -> list[tuple]:
         results: list[tuple] = []
-        for group in self.groups:
-            first, *others = ((*calls[i][:-1], len(group)) for i in group)
+        for wavefront in self.wavefronts:
+            first, *others = ((*calls[i][:-1], len(wavefront)) for i in wavefront)
             if results:
                 first = times(results[-1][0], first[0]), *first[1:]
             own = first, *others
@@ -44,15 +44,16 @@ class _InTurn(NamedTuple):
         return results
 
     def backward(self, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
-        """The gradients of all inputs, given those of the results of each layer; of groups of one, differentiable."""
+        """The gradients of all inputs, given those of all results; differentiable if no wavefront has two layers."""
         passed = layers_passed(grads, [any(part.needs_input_grad) for part in parts])
         results: list[tuple] = [(None,) * INPUTS] * len(parts)
         from_above = None
-        for group in reversed(self.groups):
-            first, last = group.start, group.stop - 1
+        for wavefront in reversed(self.wavefronts):
+            first, last = wavefront.start, wavefront.stop - 1
             if last < passed.start or first >= passed.stop:
                 continue
-            own, given = [_of_group(parts[i], len(group)) for i in group], [grads[i] for i in group]
+            own = [_in_wavefront(parts[i], len(wavefront)) for i in wavefront]
+            given = [grads[i] for i in wavefront]
             factor, *others = own[0].saved_tensors
             if first:
                 below = parts[first - 1].saved_tensors[TENSORS]
@@ -60,7 +61,7 @@ class _InTurn(NamedTuple):
                 own[0] = own[0].with_saved((times(below, factor), *others), needed)
             of_output, *of_states = given[-1]
             given[-1] = sum_of(of_output, from_above), *of_states
-            if len(group) > 1:
+            if len(wavefront) > 1:
                 found = wavefront_of(*map(inputs, own)).backward([*map(backward_arguments, own, given)])
             else:
                 found = [grad(own[0], *given[0])]
@@ -70,50 +71,50 @@ class _InTurn(NamedTuple):
         return results
 
 
-def _in_turn(layers: int, at_once: int) -> _InTurn:
-    return _InTurn(tuple(range(i, min(i + at_once, layers)) for i in range(0, layers, at_once)))
+def _stack_of(layers: int, at_once: int) -> _Stack:
+    return _Stack(tuple(range(i, min(i + at_once, layers)) for i in range(0, layers, at_once)))
 
 
-def _of_group(part: Any, size: int) -> Any:
-    """What a layer has kept, with so many in its group."""
+def _in_wavefront(part: Any, layers: int) -> Any:
+    """What a layer has kept, as one of so many in its wavefront."""
     own = part.with_saved(part.saved_tensors, part.needs_input_grad)
-    own.settings = *own.settings[:-1], size
+    own.settings = *own.settings[:-1], layers
     return own
 
 
-def _planned(*calls: tuple) -> _InTurn:
+def _planned(*calls: tuple) -> _Stack:
     """As many layers at once as are faster, for calls that are not planned: the compiled ones.
 
-    One by one where no kernel fits all layers of each group at once.
+    One by one where no kernel fits all layers of each wavefront at once.
     """
     first = Arguments(*calls[0])
     captured = first.mask_hh is None and is_captured(first.x.device)  # in a capture masks cannot be packed
     call = call_of(first)._replace(at_once=1, captured=captured)
-    found = _in_turn(len(calls), 1 if call.packed else layers_at_once(first.mask_hh, call, len(calls)))
-    one_by_one = _in_turn(len(calls), 1)
+    found = _stack_of(len(calls), 1 if call.packed else layers_at_once(first.mask_hh, call, len(calls)))
+    one_by_one = _stack_of(len(calls), 1)
     if found == one_by_one:
         return found
     masks = [Arguments(*given).mask_hh for given in calls]
     fit = (
-        plan_layer(masks[i], call._replace(at_once=len(group), captured=False)).has_kernel
-        for group in found.groups
-        for i in group
+        plan_layer(masks[i], call._replace(at_once=len(wavefront), captured=False)).has_kernel
+        for wavefront in found.wavefronts
+        for i in wavefront
     )
     return found if all(fit) else one_by_one
 
 
-def _backward_in_turn(
-    groups: _InTurn | None, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]
+def _backward_of_compiled(
+    stack: _Stack | None, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]
 ) -> list[tuple]:
-    """The gradients of a compiled call; of no groups one by one, which is differentiable."""
-    return (groups or _in_turn(len(parts), 1)).backward(parts, grads)
+    """The gradients of a compiled call; of no stack one by one, which is differentiable."""
+    return (stack or _stack_of(len(parts), 1)).backward(parts, grads)
 
 
 def _backward(wavefront: Wavefront, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
     """The gradients of an eager call; one by one where they are differentiated, or are batches."""
     calls = [*map(backward_arguments, parts, grads)]
     if torch.is_grad_enabled() or not is_eager([x for call in calls for x in call]):
-        return _in_turn(len(parts), 1).backward(parts, grads)
+        return _stack_of(len(parts), 1).backward(parts, grads)
     return wavefront.backward(calls)
 
 
@@ -128,7 +129,7 @@ def _separately(*calls: tuple) -> list[tuple]:
     return results
 
 
-_compiled = one_operator("stacked_layers", _planned, context, _backward_in_turn, inputs, _empty, whole)
+_compiled = one_operator("stacked_layers", _planned, context, _backward_of_compiled, inputs, _empty, whole)
 stacked_layers = of_several("stacked_layers", _separately, wavefront_of, context, _backward, _compiled)
 """The ``recurrent_layer`` of each of stacked layers, given its arguments.
 

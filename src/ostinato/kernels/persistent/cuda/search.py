@@ -43,9 +43,9 @@ def _coverings(start: Geometry, batch: int, device: Device, share: int) -> Itera
             all_groups = ceil_div(batch, columns)
             fewest = {ceil_div(all_groups, launches) for launches in range(1, all_groups + 1)}
             # Of one sequence, fewer blocks may be faster, as all read the same few lines of its state.
-            portions = (1, 2, 3) if dense and columns == 1 and not start.backward else (1,)
-            for groups, portion in itertools.product(sorted(fewest), portions):
-                blocks = resident // cluster // (groups * portion) * cluster
+            divisors = (1, 2, 3) if dense and columns == 1 and not start.backward else (1,)
+            for groups, divisor in itertools.product(sorted(fewest), divisors):
+                blocks = resident // cluster // (groups * divisor) * cluster
                 if not blocks:
                     continue
                 least = ceil_div(pitch, blocks)

@@ -24,14 +24,14 @@ def layers_at_once(call: Call, layers: int, mask_hh: Tensor | None, block: tuple
     ``call`` is that of one layer alone; all are as pruned as ``mask_hh``, in blocks of that shape.
     """
 
-    def of_group(size: int) -> float:
-        group = call._replace(at_once=size)
-        plan = plan_sizes(group, mask_hh, block, tf32)
-        return _microseconds(group, plan, portions(group, plan))
+    def of_wavefront(size: int) -> float:
+        together = call._replace(at_once=size)
+        plan = plan_sizes(together, mask_hh, block, tf32)
+        return _microseconds(together, plan, portions(together, plan))
 
     def of_all(size: int) -> float:
-        groups, others = divmod(layers, size)
-        return groups * of_group(size) + (of_group(others) if others else 0.0)
+        wavefronts, others = divmod(layers, size)
+        return wavefronts * of_wavefront(size) + (of_wavefront(others) if others else 0.0)
 
     best = min(range(1, layers + 1), key=of_all)
     return best if WORTH * of_all(best) <= of_all(1) else 1

@@ -117,7 +117,7 @@ class Criteria(NamedTuple):
         return self.sequences * -(-self.channels // geometry.group)
 
     def waves(self, geometry: Geometry) -> float:
-        """How many tiles each of the resident blocks has."""
+        """How often the resident blocks take a tile each until all tiles are scanned; a fraction in the last wave."""
         tiles = self.chains(geometry) * -(-self.steps // geometry.tile)
         return tiles / (geometry.resident * self.device.processors)
 

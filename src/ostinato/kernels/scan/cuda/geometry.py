@@ -9,10 +9,10 @@ from ostinato.kernels.nvrtc import Macros
 class Geometry(NamedTuple):
     """The algorithm and the shape of its tiles; see ``scan.cu``."""
 
-    vec: int
-    lanes: int
-    warps: int
-    rows: int
+    vec: int  # channels of a lane
+    lanes: int  # of a warp, or of several abreast, that lie along the channels; the others along time
+    warps: int  # of a block, one after the other in time
+    rows: int  # consecutive steps of a thread
     chained: bool = False
     resident: int = 1  # blocks per multiprocessor, as in __launch_bounds__, which limits registers
     narrow: int = 0  # channels, if a warp's steps are contiguous in memory, else 0
@@ -24,14 +24,17 @@ class Geometry(NamedTuple):
 
     @property
     def group(self) -> int:
+        """Adjacent channels that a block scans together: those of a chain."""
         return self.lanes * self.vec
 
     @property
     def segments(self) -> int:
+        """Of time, each of `rows` steps, that the lanes of a warp cover."""
         return max(1, 32 // self.lanes)
 
     @property
     def tile(self) -> int:
+        """Steps that a block scans at once."""
         return self.warps * self.segments * self.rows
 
     @property
