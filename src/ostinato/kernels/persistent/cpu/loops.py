@@ -36,7 +36,7 @@ from ostinato.kernels.persistent.cpu.pruned import entries_adder
 from ostinato.kernels.persistent.plan import GATES
 
 _BOTH = (
-    *("next_task", "tasks", "group", "batch", "length", "hidden", "reverse", "offsets", "resets"),
+    *("next_task", "tasks", "chunk_size", "batch", "length", "hidden", "reverse", "offsets", "resets"),
     *("weights", "row", "padded", "columns", "starts", "rows", "slices", "diagonal", "not_finite"),
     *("parts", "units", "part_row", "progress"),
 )
@@ -66,13 +66,13 @@ _FORWARD, _BACKWARD = np.dtype(ForwardWork), np.dtype(BackwardWork)
 
 
 @inline
-def _rows_of(work, t, first, group):
-    """The first row of a step, and the number of its rows that belong to a chunk."""
+def _rows_of(work, t, first, size):
+    """The first row of a step, and the number of its rows in the chunk of `size` sequences from the `first` on."""
     begin, end = t * work.batch, (t + 1) * work.batch
     if work.offsets:
         offsets = pointer_to(work.offsets, np.int32)
         begin, end = np.int64(offsets[t]), np.int64(offsets[t + 1])
-    return begin, min(end - begin - first, group)
+    return begin, min(end - begin - first, size)
 
 
 @inline
@@ -162,8 +162,8 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
         batch, hidden, row, padded = work.batch, work.hidden, work.row, work.padded
         has_resets = work.resets != 0  # read once: a store might change it
         units, part_row = (work.units, work.part_row) if shared else (hidden, row)
-        first, t = chunk * work.group, work.length - 1 - step if work.reverse else step
-        at_step, live = _rows_of(work, t, first, work.group)
+        first, t = chunk * work.chunk_size, work.length - 1 - step if work.reverse else step
+        at_step, live = _rows_of(work, t, first, work.chunk_size)
         begin, end = part * units, min((part + 1) * units, hidden)
         mine = part * part_row - begin  # where the sums of the first unit would be
         for b in range(first, first + live):
@@ -208,8 +208,8 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
         resets, grads = pointer_to(work.resets, np.uint8), pointer_to(work.grads, dtype)
         dh, dc = pointer_to(work.dh, dtype), pointer_to(work.dc, dtype)
         hidden, row, grads_row = work.hidden, work.row, width * work.hidden
-        first, mine = chunk * work.group, part * part_row - begin
-        at_step, live = _rows_of(work, t, first, work.group)
+        first, mine = chunk * work.chunk_size, part * part_row - begin
+        at_step, live = _rows_of(work, t, first, work.chunk_size)
         x = offset(grads, (at_step + first) * grads_row)
         if kind != "dense" and not are_finite(x, 0, live * grads_row, largest):
             return True
@@ -232,8 +232,8 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
         states, initial = (cells, c0) if cell == "lstm" else (h, h0)
         grad_output, grads = pointer_to(work.grad_output, dtype), pointer_to(work.grads, dtype)
         dh, dc = pointer_to(work.dh, dtype), pointer_to(work.dc, dtype)
-        hidden, row, first, has_resets = work.hidden, work.row, chunk * work.group, work.resets != 0
-        at_step, live = _rows_of(work, t, first, work.group)
+        hidden, row, first, has_resets = work.hidden, work.row, chunk * work.chunk_size, work.resets != 0
+        at_step, live = _rows_of(work, t, first, work.chunk_size)
         at_before_step, live_before = np.int64(0), np.int64(0)
         if 0 <= t_before < work.length:
             at_before_step, live_before = _rows_of(work, t_before, 0, work.batch)

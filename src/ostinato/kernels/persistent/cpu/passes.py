@@ -125,7 +125,7 @@ class _Share(NamedTuple):
 
     threads: int
     parts: int  # of the hidden units
-    group: int  # sequences of a chunk
+    chunk_size: int  # sequences of a chunk
     tile: int  # sequences whose sums are computed together
     length: int  # time steps
 
@@ -133,26 +133,26 @@ class _Share(NamedTuple):
 def _share(weight: Tensor, batch: int, length: int, plan: Plan) -> _Share:
     """How threads share the products with a matrix."""
     threads = threads_for(weight.numel() * batch * length)
-    group = -(-batch // threads)
+    chunk_size = -(-batch // threads)
     if plan.path == "dense":
         divides = batch < threads or (batch <= FEW_SEQUENCES and weight.nbytes >= BEYOND_CACHE)
         parts = max(min(threads, weight.numel() // PART), 1) if divides else 1
-        group = batch if parts > 1 else group
-        tile = _tile_of(group, len(weight) // parts, NUMPY_DTYPES[weight.dtype])
-        return _Share(threads, parts, group, tile, length)
+        chunk_size = batch if parts > 1 else chunk_size
+        tile = _tile_of(chunk_size, len(weight) // parts, NUMPY_DTYPES[weight.dtype])
+        return _Share(threads, parts, chunk_size, tile, length)
     # The tile determines the order of sums, so it must not depend on the number of threads.
     tile = pruned.CHAINS if batch >= 2 * pruned.CHAINS else 1
-    return _Share(threads, 1, group, tile, length)
+    return _Share(threads, 1, chunk_size, tile, length)
 
 
-def _tile_of(group: int, rows: int, dtype: type) -> int:
+def _tile_of(chunk_size: int, rows: int, dtype: type) -> int:
     """The sequences whose sums are computed together: few for nothing, and in few passes over the rows.
 
     Each pass takes as long as one more sequence.
     """
 
     def cost(tile: int) -> int:
-        passes, panel = -(-group // tile), products.panel_rows(dtype, tile)
+        passes, panel = -(-chunk_size // tile), products.panel_rows(dtype, tile)
         return passes * (tile + 1) * -(-rows // panel) * panel
 
     return min(reversed(products.TILES), key=cost)
@@ -207,7 +207,7 @@ def _run(
     loop: Any, structure: Any, how: _Share, weights: _Weights, arrays: dict[str, Tensor | None], **sizes: int
 ) -> bool:
     """Run a loop; whether all that pruned weights were multiplied with was finite."""
-    chunks = -(-sizes["batch"] // how.group)
+    chunks = -(-sizes["batch"] // how.chunk_size)
     progress = torch.zeros(chunks, 1 + weights.parts, COUNTERS, dtype=torch.int64, device="cpu")
     arrays = arrays | {"progress": progress}
     addresses = {name: 0 if x is None else x.data_ptr() for name, x in (arrays | weights.arrays).items()}
@@ -216,7 +216,7 @@ def _run(
         parts=weights.parts,
         units=weights.units,
         part_row=weights.row // weights.parts,
-        group=how.group,
+        chunk_size=how.chunk_size,
         length=how.length,
         row=weights.row,
         padded=weights.padded,
