@@ -16,7 +16,7 @@ from cuda import core
 from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent.cuda import search, source
 from ostinato.kernels.recurrence.linear import cuda, projected
-from ostinato.kernels.scan.cuda import launch
+from ostinato.kernels.scan.cuda import launch, problem
 from ostinato.kernels.scan.cuda.criteria import Device
 from ostinato.minimal.recurrences import GATES, recurrence_of
 
@@ -37,7 +37,7 @@ def scans() -> Iterator[tuple[str, launch.Scan]]:
     for batch, steps, channels in SCANS:
         strides = ((steps * channels, channels, 0),)
         for dtype, backward, masked in ((d, b, m) for d in (f32, bf16) for b in (False, True) for m in (False, True)):
-            problem = launch.Problem(
+            given = problem.Problem(
                 "LinearScan" + "Backward" * backward,
                 dtype,
                 0,
@@ -45,7 +45,7 @@ def scans() -> Iterator[tuple[str, launch.Scan]]:
                 *(strides * n for n in ((3, 2) if backward else (2, 1))),
                 resets=(steps, 1, 0) if masked else None,
             )
-            yield f"{problem.element} {dtype} {(batch, steps, channels)}{' resets' * masked}", launch.Scan(problem)
+            yield f"{given.element} {dtype} {(batch, steps, channels)}{' resets' * masked}", launch.Scan(given)
 
 
 def minimal() -> Iterator[tuple[str, launch.Scan]]:
@@ -66,7 +66,7 @@ def sources() -> Iterator[tuple[str, Source]]:
         return SimpleNamespace(prepared=lambda *_, **__: None)
 
     nvrtc.load_kernel = load  # type: ignore[assignment]
-    launch.describe_device = lambda index: Device(132, 4.9e12, 227 << 10, 228 << 10, True)  # type: ignore[assignment]
+    problem.describe_device = lambda index: Device(132, 4.9e12, 227 << 10, 228 << 10, True)  # type: ignore[assignment]
     for name, scan in (*scans(), *minimal()):
         launch._prepare(scan.problem, scan.problem.dtype, 0)
         yield name, caught[-1]

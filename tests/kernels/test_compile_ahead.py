@@ -14,7 +14,7 @@ from ostinato.kernels.recurrence.linear import operator as linear_recurrence
 from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
 from ostinato.kernels.recurrence.nonlinear import operator as nonlinear
 from ostinato.kernels.scan import operators as scan_operators
-from ostinato.kernels.scan.cuda import launch, scans
+from ostinato.kernels.scan.cuda import launch, problem, scans
 from ostinato.kernels.scan.cuda.criteria import Device
 
 
@@ -32,7 +32,7 @@ def asked(monkeypatch):
         prepared.cache_clear()  # of other tests, and for them
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
     monkeypatch.setattr(nvrtc, "compile_ahead", lambda code, macros, device: ahead.append((code, tuple(macros))))
-    monkeypatch.setattr(launch, "describe_device", lambda index: Device(132, 4.9e12, 227 << 10, 228 << 10))
+    monkeypatch.setattr(problem, "describe_device", lambda index: Device(132, 4.9e12, 227 << 10, 228 << 10))
     monkeypatch.setattr(scan_operators, "choose_backend", lambda *_: scans)
     monkeypatch.setattr(scans, "prepare_linear_scan", lambda *_: None)  # which allocates on a GPU
     for module in (layer_scan, linear_recurrence):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ostinato
-from ostinato.kernels.scan.cuda import launch
+from ostinato.kernels.scan.cuda import workspace
 
 
 @pytest.mark.gpu
@@ -33,7 +33,7 @@ def test_launches_of_many_shapes_and_streams_share_nothing():
 @pytest.mark.gpu
 def test_graphs_of_the_compiler_hold_no_workspace(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(launch, "_workspaces", {})
+    monkeypatch.setattr(workspace, "_workspaces", {})
     torch.manual_seed(0)
     a, b = torch.rand(1, 300000, 1, device="cuda"), torch.randn(1, 300000, 1, device="cuda")
     expected = ostinato.linear_scan(a, b)[0] + b

@@ -10,10 +10,12 @@ from gpus import ARCHITECTURES, GPUS
 from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence.linear.element import element_name, print_element
 from ostinato.kernels.recurrence.symbolic.trace import parse
-from ostinato.kernels.scan.cuda import launch
+from ostinato.kernels.scan.cuda import launch, workspace
 from ostinato.kernels.scan.cuda.choice import choose_geometry
 from ostinato.kernels.scan.cuda.criteria import Criteria
 from ostinato.kernels.scan.cuda.geometry import Geometry, macros
+from ostinato.kernels.scan.cuda.narrow import sequences_joined
+from ostinato.kernels.scan.cuda.problem import Problem, criteria_of, join
 from ostinato.minimal.recurrences import recurrence_of
 
 ELEMENTS = (
@@ -99,7 +101,7 @@ def test_kernels_of_hopper_compile_without_a_gpu(element, dtype, shape):
 
 def test_pieces_are_known_to_be_aligned_only_where_all_are():
     strides, batch = ((7 * 4000, 7, 0),) * 2, 3
-    problem = launch.Problem("LinearScan", torch.float32, 0, batch, 4000, 7, strides, strides[:1])
+    problem = Problem("LinearScan", torch.float32, 0, batch, 4000, 7, strides, strides[:1])
     geometry = Geometry(1, 8, 16, 16, True, 1, 7, 2)
     backward = {"element": "LinearScanBackward", "inputs": strides[:1] * 3, "outputs": strides}
     for changes, alignment, known in (
@@ -128,11 +130,11 @@ def test_rows_that_begin_anywhere_are_copied_in_pieces_of_each_tensor(monkeypatc
         assert nvrtc.compile_cubin(source, "sm_90", compiled[-1])
         return SimpleNamespace(prepared=lambda *_, **__: None)
 
-    monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["H200"])
+    monkeypatch.setattr("ostinato.kernels.scan.cuda.problem.describe_device", lambda index: GPUS["H200"])
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
     for apart in ((127, 135), (128, 254), (127, 127)):
         inputs, outputs = tuple((40 * stride, stride, 0) for stride in apart), ((40 * 127, 127, 0),)
-        problem = launch.Problem("LinearScan", torch.float16, 0, 11, 40, 127, inputs, outputs)
+        problem = Problem("LinearScan", torch.float16, 0, 11, 40, 127, inputs, outputs)
         launch._prepare.__wrapped__(problem, torch.float16, 2)
         pitches = [int(pitch) for pitch in compiled[-1]["PITCHES"].split(", ")]
         assert [(pitch - 2 * stride) % 16 for pitch, stride in zip(pitches, apart, strict=True)] == [0, 0]
@@ -156,11 +158,11 @@ def test_aligned_inputs_are_copied_by_tensor_maps(monkeypatch):
 
         return SimpleNamespace(prepared=prepared)
 
-    monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["H200"])
+    monkeypatch.setattr("ostinato.kernels.scan.cuda.problem.describe_device", lambda index: GPUS["H200"])
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
     monkeypatch.setattr(nvrtc, "tensor_map", tensor_map)
     rows, gates = (40000 * 256, 256, 0), (40000 * 512, 512, 0)
-    problem = launch.Problem("LinearScanBackward", torch.bfloat16, 0, 2, 40000, 256, (gates, rows, rows), (rows, rows))
+    problem = Problem("LinearScanBackward", torch.bfloat16, 0, 2, 40000, 256, (gates, rows, rows), (rows, rows))
     launch._prepare.__wrapped__(problem, torch.bfloat16, 0).start(1024, 2048, 0, *range(4096, 4107), 4, 8)
     sizes, box = (256, 40000, 2, 1), (64, 12, 1, 1)
     assert described == [
@@ -182,7 +184,7 @@ def test_aligned_inputs_are_copied_by_tensor_maps(monkeypatch):
     assert not is_mapped(inputs=((256, 0, 0), rows, rows))
     assert not is_mapped(packing="OFFSETS")
     assert not is_mapped(alignment=8)
-    monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["A100"])
+    monkeypatch.setattr("ostinato.kernels.scan.cuda.problem.describe_device", lambda index: GPUS["A100"])
     assert not is_mapped()
 
 
@@ -197,11 +199,11 @@ def test_short_sequences_are_scanned_as_one_where_they_are_adjacent_and_have_no_
             prepared=lambda device, blocks, *_, **__: lambda *given: launched.append((joined, blocks))
         )
 
-    monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["H200"])
+    monkeypatch.setattr("ostinato.kernels.scan.cuda.problem.describe_device", lambda index: GPUS["H200"])
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
     launch._prepare.cache_clear()
     strides = ((12 * 3, 3, 0),) * 2
-    problem = launch.Problem("LinearScan", torch.float32, 0, 6000, 12, 3, strides, strides[:1], resets=(12, 1, 0))
+    problem = Problem("LinearScan", torch.float32, 0, 6000, 12, 3, strides, strides[:1], resets=(12, 1, 0))
     scan, like = launch.Scan(problem), torch.zeros(1)
     scan.launch(like, (16, 32, 48, 0, 0, 64, 0))
     scan.launch(like, (16, 32, 48, 0, 80, 64, 0))  # from a given state
@@ -212,7 +214,7 @@ def test_short_sequences_are_scanned_as_one_where_they_are_adjacent_and_have_no_
     assert launched == [(1, 1500), (0, 6000), (0, 6000), (1, 1500)]
     whole = ((48 * 3, 3, 0),) * 2
     changes = {"batch": 1500, "steps": 48, "inputs": whole, "outputs": whole[:1], "resets": (48, 1, 0), "period": 12}
-    assert launch._join(problem) == problem._replace(**changes)
+    assert join(problem) == problem._replace(**changes)
     for apart in (
         {"inputs": (strides[0], (13 * 3, 3, 0))},
         {"inputs": (strides[0], (0, 3, 0))},
@@ -223,18 +225,18 @@ def test_short_sequences_are_scanned_as_one_where_they_are_adjacent_and_have_no_
         {"batch": 1},
         {"batch": 0},
     ):
-        assert launch._join(problem._replace(**apart)) is None
+        assert join(problem._replace(**apart)) is None
     launch._prepare.cache_clear()
 
 
 def test_what_was_joined_is_not_joined_again(monkeypatch):
     """It would be reset only where a sequence of several begins: of these, two would be taken for one."""
-    monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["H200"])
+    monkeypatch.setattr("ostinato.kernels.scan.cuda.problem.describe_device", lambda index: GPUS["H200"])
     strides = ((13 * 5, 5, 0),) * 3
-    problem = launch.Problem("LinearScanBackward", torch.float32, 0, 13200, 13, 5, strides, strides[:2])
+    problem = Problem("LinearScanBackward", torch.float32, 0, 13200, 13, 5, strides, strides[:2])
     joined = launch.Scan(problem)._joined
     assert (joined.problem.period, joined.problem.steps) == (13, 26)
-    assert launch.sequences_joined(launch._criteria_of(joined.problem, 0)) == 2  # as any others of these sizes
+    assert sequences_joined(criteria_of(joined.problem, 0)) == 2  # as any others of these sizes
     assert joined._joined is None
 
 
@@ -250,7 +252,7 @@ def test_steps_are_divided_by_the_period_of_joined_sequences():
 def test_tiles_of_inner_sequences_do_not_reach_beyond_all(steps, gap):
     geometry, sequence = Geometry(1, 4, 2, 9, narrow=3), 3 * steps + gap
     strides = (2000 * sequence, 3, 0), (sequence, 3, 0)
-    problem = launch.Problem("LinearScan", torch.float32, 0, 60, steps, 3, strides, strides[:1])
+    problem = Problem("LinearScan", torch.float32, 0, 60, steps, 3, strides, strides[:1])
     outer, reach = launch._outer(problem, geometry), 3 * geometry.tile + 16
     assert 0 < outer <= 60
     assert outer == 60 or outer * sequence >= reach
@@ -261,7 +263,7 @@ def test_tiles_of_inner_sequences_do_not_reach_beyond_all(steps, gap):
 
 def test_more_steps_than_the_kernel_counts_are_refused():
     strides = ((1, 1, 0),) * 2
-    problem = launch.Problem("LinearScan", torch.float32, 0, 1, 1 << 31, 1, strides, strides[:1])
+    problem = Problem("LinearScan", torch.float32, 0, 1, 1 << 31, 1, strides, strides[:1])
     with pytest.raises(ValueError, match="a GPU scans sequences of at most 2146435072 steps; got 2147483648"):
         launch._prepare(problem, torch.float32, 0)
 
@@ -279,12 +281,12 @@ def test_an_interrupted_launch_leaves_no_counter_behind(monkeypatch):
         if len(begins) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "_Workspace", Workspace)
-    monkeypatch.setattr(launch, "_workspaces", {})
+    monkeypatch.setattr(workspace, "_Workspace", Workspace)
+    monkeypatch.setattr(workspace, "_workspaces", {})
     monkeypatch.setattr(launch, "_prepare", lambda *_: launch._Launch(start, 4, 100, 1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    scan = launch.Scan(launch.Problem("LinearScan", torch.float32, 0, 1, 8, 1, ((8, 1, 0),) * 2, ((8, 1, 0),)))
+    scan = launch.Scan(Problem("LinearScan", torch.float32, 0, 1, 8, 1, ((8, 1, 0),) * 2, ((8, 1, 0),)))
     like = torch.zeros(1, 8, 1)
     for _ in range(2):
         scan.launch(like, (16, 32))

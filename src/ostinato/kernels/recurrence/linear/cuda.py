@@ -15,7 +15,8 @@ from ostinato.kernels.recurrence.arguments import LayerArguments, by_kind
 from ostinato.kernels.recurrence.linear.element import element_name, print_element
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan import Order
-from ostinato.kernels.scan.cuda.launch import Problem, Scan, Strides
+from ostinato.kernels.scan.cuda.launch import Scan
+from ostinato.kernels.scan.cuda.problem import Problem, Strides
 from ostinato.kernels.scan.cuda.scans import Element, along_channels, last_state, prepare_scan
 
 MOST_AT_ONCE, STEP_WARPS = 8, 4  # of the one-kernel step: sequences, whose sums a warp accumulates; warps of a block

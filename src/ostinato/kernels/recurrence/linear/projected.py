@@ -14,7 +14,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.nvrtc import SCALARS, Macros
 from ostinato.kernels.recurrence.linear.cuda import element_of
 from ostinato.kernels.recurrence.symbolic.trace import parse
-from ostinato.kernels.scan.cuda.launch import launching, published_of
+from ostinato.kernels.scan.cuda.workspace import launching, published_of
 
 SLICE, CLUSTER, CONSUMERS, THREADS = 64, 2, 2, 384  # SLICE: input channels of a stage
 

@@ -1,13 +1,15 @@
 """The CUDA backend: a kernel that is compiled at run time for an operation, a dtype and a shape of tiles.
 
-===============  ==========================================================================================
-``scans.py``     the backend: tensors of any layout in and out
-``launch.py``    the launch of ``scan.cu``, and the memory in which chained blocks tell each other their states
-``choice.py``    which algorithm and tiles a scan has, by the rules of ``narrow.py``, ``streaming.py``, ``chained.py``
-``criteria.py``  what that depends on
-``geometry.py``  what follows from those
-``compose.py``   many steps reduced to one without writing states, by ``compose.cu`` and ``pass_on.cu``
-===============  ==========================================================================================
+================  ==========================================================================================
+``scans.py``      the backend: tensors of any layout in and out
+``problem.py``    what a scan is launched with, but for addresses
+``launch.py``     the launch of ``scan.cu``
+``workspace.py``  the memory in which chained blocks tell each other their states
+``choice.py``     which algorithm and tiles a scan has, by the rules of ``narrow.py``, ``streaming.py``, ``chained.py``
+``criteria.py``   what that depends on
+``geometry.py``   what follows from those
+``compose.py``    many steps reduced to one without writing states, by ``compose.cu`` and ``pass_on.cu``
+================  ==========================================================================================
 
 ``scan.cu`` is put together of the operations in ``elements.cuh``, the shape of a tile and the places of threads in it
 (``tile.cuh``, ``place.cuh``), its steps (``copies.cuh``, ``shared.cuh``, ``resets.cuh``, ``steps.cuh``,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.nvrtc import SCALARS, Macros, address
-from ostinato.kernels.scan.cuda.launch import describe_device
+from ostinato.kernels.scan.cuda.problem import describe_device
 from ostinato.kernels.scan.cuda.scans import along_channels
 
 THREADS = 512

@@ -1,4 +1,4 @@
-"""The scan kernel's launch: its parameters, and the memory in which chained blocks tell each other their states.
+"""The scan kernel's launch: which kernel a problem is compiled to, and with what parameters it is started.
 
 The kernel is in ``scan.cu``, its operations in ``elements.cuh``, its launch geometry in ``choice.py``; every
 combination of operation, dtype and geometry is compiled on first use (:mod:`ostinato.kernels.nvrtc`).
@@ -8,10 +8,8 @@ import functools
 import itertools
 import operator
 import struct
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,47 +17,11 @@ from torch import Tensor
 from ostinato.kernels import eager, nvrtc
 from ostinato.kernels.nvrtc import SCALARS, Macros, address
 from ostinato.kernels.scan.cuda.choice import choose_geometry
-from ostinato.kernels.scan.cuda.criteria import Criteria, Device
 from ostinato.kernels.scan.cuda.geometry import Geometry, macros
-from ostinato.kernels.scan.cuda.narrow import sequences_joined
+from ostinato.kernels.scan.cuda.problem import Problem, criteria_of, join
+from ostinato.kernels.scan.cuda.workspace import launching, published_of, start_drawing
 
-Strides = tuple[int, int, int]  # of batch, time and direction
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, up to a tile past the last, in 32 bits
-
-
-class Problem(NamedTuple):
-    """Everything that a launch depends on except the addresses."""
-
-    element: str
-    dtype: torch.dtype
-    device: int
-    batch: int
-    steps: int
-    channels: int
-    inputs: tuple[Strides, ...]
-    outputs: tuple[Strides, ...]
-    directions: int = 1
-    reverse: bool = False
-    packing: str = "DENSE"
-    sequences: int = 0  # packed in one by cu_seqlens
-    resets: Strides | None = None  # of the mask
-    period: int = 0  # steps of each of the sequences that are joined in one
-    parameters: int = 0  # of each channel
-    parameter_direction: int = 0  # their stride between directions
-    code: str = ""  # of a generated element, if it is not one of ``elements.cuh``
-
-    @property
-    def backward(self) -> bool:
-        return self.element.endswith("Backward")
-
-    @property
-    def compute(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
-
-    @property
-    def row_strides(self) -> list[int]:
-        """Elements from one step of each input and output to the next."""
-        return [time for _, time, _ in (*self.inputs, *self.outputs)]
 
 
 class _Launch(NamedTuple):
@@ -80,79 +42,18 @@ def source(code: str = "") -> str:
     return before + code + nvrtc.source(*(f"scan/cuda/{name}" for name in parts))
 
 
-@functools.cache
-def describe_device(index: int) -> Device:
-    """The GPU of this index."""
-    properties: Any = torch.cuda.get_device_properties(index)
-    return Device(
-        properties.multi_processor_count,
-        nvrtc.memory_bandwidth(index),
-        properties.shared_memory_per_block_optin,
-        properties.shared_memory_per_multiprocessor,
-        properties.major >= 9,
-    )
-
-
-def _criteria_of(problem: Problem, alignment: int) -> Criteria:
-    """What the choice of a geometry depends on; `alignment` has the low bits of every address."""
-    itemsize, rows = problem.dtype.itemsize, problem.row_strides
-    counts = problem.batch, problem.steps, problem.directions
-    numbers = itertools.chain([problem.channels, alignment // itemsize], *problem.inputs, *problem.outputs)
-    units = functools.reduce(operator.or_, numbers)  # its lowest set bit is the alignment of vector accesses
-    return Criteria(
-        problem.element,
-        len(problem.inputs),
-        itemsize,
-        aligned=min(units & -units, 16 // itemsize),
-        gapless=problem.packing != "OFFSETS" and all(row == problem.channels for row in rows),
-        sequences=problem.batch * problem.directions,
-        steps=problem.steps,
-        channels=problem.channels,
-        device=describe_device(problem.device),
-        packed=problem.packing == "CU_SEQLENS",
-        resets=problem.resets is not None,
-        by_offsets=problem.packing == "OFFSETS",
-        expanded=any(n > 1 and not stride for x in problem.inputs for n, stride in zip(counts, x, strict=True)),
-    )
-
-
-def _join(problem: Problem) -> Problem | None:
-    """The problem with several sequences, of which one begins where the other ends, as one; None if it stays as it is.
-
-    Their states are zero at first.  What is joined stays as it is: its period would be lost.
-    """
-    tensors = *problem.inputs, *problem.outputs, *([problem.resets] if problem.resets else [])
-    adjacent = all(sequence == problem.steps * time for sequence, time, _ in tensors)
-    if problem.period or problem.packing != "DENSE" or problem.batch < 2 or problem.directions > 1 or not adjacent:
-        return None
-    joined = sequences_joined(_criteria_of(problem, 0))
-    if joined == 1:
-        return None
-
-    def of(strides: Strides) -> Strides:
-        return strides[0] * joined, *strides[1:]
-
-    return problem._replace(
-        batch=problem.batch // joined,
-        steps=problem.steps * joined,
-        inputs=tuple(map(of, problem.inputs)),
-        outputs=tuple(map(of, problem.outputs)),
-        resets=problem.resets and of(problem.resets),
-        period=problem.steps,
-    )
-
-
 class _Kernel(NamedTuple):
     """What a problem is compiled to."""
 
     geometry: Geometry
     shared: int  # bytes of a block
     definitions: Macros
+    processors: int  # of the GPU
 
 
 def _choose_kernel(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> _Kernel:
     """Choose the kernel, with as many rows as shared memory holds; `alignment` has the low bits of every address."""
-    criteria = _criteria_of(problem, alignment)
+    criteria = criteria_of(problem, alignment)
     geometry, device, itemsize = choose_geometry(criteria), criteria.device, criteria.itemsize
     pitches = geometry.pitches(itemsize, problem.row_strides[: criteria.inputs], criteria.anywhere)
     sums = problem.parameters if problem.backward else 0
@@ -181,7 +82,7 @@ def _choose_kernel(problem: Problem, parameter_dtype: torch.dtype, alignment: in
             definitions += _addressing(problem, geometry, alignment)
         elif pitches[0] or geometry.mapped:  # for the addresses of rows to be constants
             definitions += (("DESCENDING", int(problem.reverse != problem.backward)),)
-    return _Kernel(geometry, shared, definitions)
+    return _Kernel(geometry, shared, definitions, device.processors)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -189,8 +90,8 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     """Choose and compile the kernel; `alignment` has the low bits of every address."""
     if problem.steps > MAX_STEPS:
         raise ValueError(f"a GPU scans sequences of at most {MAX_STEPS} steps; got {problem.steps}")
-    geometry, shared, definitions = _choose_kernel(problem, parameter_dtype, alignment)
-    itemsize, processors = problem.compute.itemsize, describe_device(problem.device).processors
+    geometry, shared, definitions, processors = _choose_kernel(problem, parameter_dtype, alignment)
+    itemsize = problem.compute.itemsize
     chunks = -(-problem.steps // geometry.tile)
     chains = problem.batch * problem.directions * -(-problem.channels // geometry.group)
     companions = geometry.companions(chains, chunks, itemsize, processors)
@@ -278,67 +179,6 @@ def _addressing(problem: Problem, geometry: Geometry, alignment: int) -> Macros:
     return ("DESCENDING", int(descending)), ("ALIGNED", int(aligned)), ("SINGLE", int(problem.batch == 1))
 
 
-class _Workspace:
-    """The messages of chained blocks, reused by one stream's successive launches."""
-
-    def __init__(self, words: int, device: int) -> None:
-        def zeros() -> Any:
-            made = [torch.zeros(n, dtype=torch.int64, device=torch.device("cuda", device)) for n in (words, 1)]
-            return made, torch.cuda.current_stream(device).record_event()
-
-        # What a thread allocates while PyTorch's compiler warms up a CUDA graph is the graph's, and must not be kept.
-        with ThreadPoolExecutor(1) as pool:
-            made, event = pool.submit(zeros).result()
-        stream = torch.cuda.current_stream(device)
-        stream.wait_event(event)
-        for x in made:
-            x.record_stream(stream)
-        self.memory, self.counter = made
-        self.epoch = self.drawn = 0
-        self.drawing = False  # while a look-back launch is being made
-
-
-launching = threading.Lock()  # launches must be queued on the stream in the order of their epochs
-_workspaces: dict[tuple[int, int], _Workspace] = {}
-_MARKS = 4  # kinds of ``Mark``
-
-
-def published_of(device: int, words: int) -> tuple[int, int]:
-    """The address of the current stream's workspace and the epoch of this launch.
-
-    A captured launch is replayed with the same epoch, so it gets a workspace of its own, cleared by a captured memset.
-    A workspace is discarded if a look-back launch was interrupted: its counter is then unknown.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), _MARKS
-    key = device, torch._C._cuda_getCurrentRawStream(device)
-    workspace = _workspaces.get(key)
-    if (
-        workspace is None
-        or len(workspace.memory) < words
-        or workspace.drawing
-        or workspace.epoch >= (1 << 32) - 2 * _MARKS
-    ):
-        workspace = _workspaces[key] = _Workspace(words, device)
-    workspace.epoch += _MARKS
-    return workspace.memory.data_ptr(), workspace.epoch
-
-
-def _start_drawing(device: int, launch: _Launch, published: int, epoch: int, given: Sequence[int]) -> None:
-    """Launch look-back blocks, whose counter continues from the previous launch.
-
-    The counter is the workspace's; that of a captured launch follows the messages.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        launch.start(*given, published, published + 8 * (launch.words - 2), epoch, 0)
-        return
-    workspace = _workspaces[device, torch._C._cuda_getCurrentRawStream(device)]
-    workspace.drawing = True
-    launch.start(*given, published, workspace.counter.data_ptr(), epoch, workspace.drawn)
-    workspace.drawn = (workspace.drawn + launch.draws) % (1 << 32)
-    workspace.drawing = False
-
-
 class Scan:
     """A problem's launches: the kernel is chosen once for each alignment of the addresses.
 
@@ -356,7 +196,7 @@ class Scan:
         self._parameter_dtype = parameter_dtype or problem.dtype
         self._launches: dict[int, _Launch] = {}
         self._joined: Scan | None = None
-        if (joined := _join(problem)) is not None:
+        if (joined := join(problem)) is not None:
             self._joined = Scan(joined, parameter_dtype, gradient)
         self._sums: tuple[int, ...] = ()  # their shape
         if problem.parameters and problem.backward:
@@ -393,7 +233,15 @@ class Scan:
             with launching:
                 published, epoch = published_of(self.problem.device, launch.words)
                 if launch.draws:
-                    _start_drawing(self.problem.device, launch, published, epoch, (*addresses, *others))
+                    start_drawing(
+                        launch.start,
+                        self.problem.device,
+                        launch.words,
+                        launch.draws,
+                        published,
+                        epoch,
+                        (*addresses, *others),
+                    )
                 else:
                     launch.start(*addresses, *others, published, 0, epoch, 0)
         return None if sums is None else sums.sum(0)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ostinato.kernels.nvrtc import address, empty
 from ostinato.kernels.scan import Gradients, Order
-from ostinato.kernels.scan.cuda.launch import Problem, Scan
+from ostinato.kernels.scan.cuda.launch import Scan
+from ostinato.kernels.scan.cuda.problem import Problem
 
 
 def along_channels(x: Tensor) -> Tensor:
