@@ -69,7 +69,7 @@ def linear_scan(
 
         return complex.linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend)
     if tensors is not None and a is given[0] and b is given[1] and h0 is given[2]:
-        _PREPARED.add(lambda: operators.linear_scan.prepared(*given), tensors, reverse, backend)  # type: ignore[attr-defined]
+        _PREPARED.add(lambda: operators.linear_scan.prepared(*given), tensors, reverse, backend)
     return operators.linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend)
 
 

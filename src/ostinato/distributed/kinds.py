@@ -43,25 +43,29 @@ class _Given(Steps):
         self.batch, self.length, self.channels = b.shape
         self.dtype, self.device = b.dtype, b.device
 
+    @property
+    def given(self) -> tuple[Tensor, Tensor]:
+        """a and b."""
+        return cast(tuple[Tensor, Tensor], self.inputs)
+
     def coefficients(self) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(self.dtype, torch.float32)
-        a, b = (x.to(wide) for x in self.inputs if x is not None)
-        return a, b
+        a, b = self.given
+        return a.to(wide), b.to(wide)
 
 
 class LinearScan(_Given, Linear):
     """Steps of ``h = a*h + b`` of given a and b."""
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
-        a, b = cast(tuple[Tensor, Tensor], self.inputs)
         options: dict[str, Any] = {"resets": self.resets, "reverse": self.reverse, "backend": self.backend}
-        return scan.linear_scan(a, b, h0, cu_seqlens=self.cu_seqlens, **options)  # caches its launches
+        return scan.linear_scan(*self.given, h0, cu_seqlens=self.cu_seqlens, **options)  # caches its launches
 
     def run_backward(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        given = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
-        grad_a, grad_b, grad_h0 = operators.linear_scan_backward(self.inputs[0], None, *given)
+        others = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
+        grad_a, grad_b, grad_h0 = operators.linear_scan_backward(self.given[0], None, *others)
         return grad_h0, grad_a, grad_b
 
     @property
@@ -80,13 +84,14 @@ class LogLinearScan(_Given):
         return self.compose_by_scans()
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
-        return operators.log_linear_scan(*self.inputs, h0, self.cu_seqlens, self.resets, self.reverse, self.backend)
+        return operators.log_linear_scan(*self.given, h0, self.cu_seqlens, self.resets, self.reverse, self.backend)
 
     def run_backward(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        given = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
-        grad_a, grad_b, grad_h0 = operators.log_linear_scan_backward(*self.inputs, *given)
+        a, b = self.given
+        others = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
+        grad_a, grad_b, grad_h0 = operators.log_linear_scan_backward(a, b, *others)
         return grad_h0, grad_a, grad_b
 
     def scan(
@@ -118,22 +123,28 @@ class Minimal(Linear):
         self.channels = gates // GATES[cell]
         self.dtype, self.device = pre.dtype, pre.device
 
+    @property
+    def given(self) -> tuple[Tensor, Tensor | None]:
+        """The pre-activations and the bias."""
+        return cast(tuple[Tensor, Tensor | None], self.inputs)
+
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         start = None if h0 is None else h0[None]
-        h, h_last = layer_scan(*self.inputs, start, None, None, *self.settings)
+        pre, bias = self.given
+        h, h_last = layer_scan(pre, bias, start, None, None, *self.settings)
         return h, h_last[0]
 
     def run_backward(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         grad_last = None if grad_last is None else grad_last[None]
-        given = *self.inputs, h0[None], None, None, *self.settings, h, grad_h, grad_last
-        grad_pre, grad_bias, grad_h0 = layer_scan_backward(*given)
-        return grad_h0[0], grad_pre, None if self.inputs[1] is None else grad_bias
+        pre, bias = self.given
+        others = h0[None], None, None, *self.settings, h, grad_h, grad_last
+        grad_pre, grad_bias, grad_h0 = layer_scan_backward(pre, bias, *others)
+        return grad_h0[0], grad_pre, None if bias is None else grad_bias
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        pre, bias = self.inputs
-        assert pre is not None
+        pre, bias = self.given
         wide = torch.promote_types(self.dtype, torch.float32)
         total = self.by_batch(pre).to(wide)
         total = total if bias is None else total + bias.to(wide)
@@ -153,19 +164,24 @@ class General(Linear):
         self.batch, self.length, self.channels = sequences[0].shape
         self.dtype, self.device = sequences[0].dtype, sequences[0].device
 
+    @property
+    def given(self) -> tuple[Tensor, ...]:
+        """The arguments of the recurrence."""
+        return cast(tuple[Tensor, ...], self.inputs)
+
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
-        given = h0, self.cu_seqlens, self.resets, self.reverse, self.backend
-        return linear_recurrence(self.traced, *given, *self.inputs)
+        options = h0, self.cu_seqlens, self.resets, self.reverse, self.backend
+        return linear_recurrence(self.traced, *options, *self.given)
 
     def run_backward(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        given = h0, h, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
-        return tuple(linear_recurrence_backward(self.traced, *given, *self.inputs))
+        others = h0, h, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
+        return tuple(linear_recurrence_backward(self.traced, *others, *self.given))
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(self.dtype, torch.float32)
-        own = [x.to(wide) for x in self.inputs if x is not None]
+        own = [x.to(wide) for x in self.given]
         shape = max((x.shape for x in own), key=len)
         a, b = self.function(*own)
         return a.expand(shape), b.expand(shape)

@@ -10,7 +10,7 @@ Derivatives of higher order, and those in forward mode, come from a second imple
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,10 +21,21 @@ from ostinato.kernels import eager, export
 from ostinato.kernels.eager import is_differentiated, is_eager
 from ostinato.kernels.vmap import Groups, vmap_rule
 
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Operator(Protocol[P, R_co]):
+    """A differentiable function with the arguments and results of the ``forward`` of :func:`operator`."""
+
+    prepared: Callable[..., Callable]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
 
 def operator(
     name: str,
-    forward: Callable,
+    forward: Callable[P, R_co],
     fake: Callable,
     setup_context: Callable,
     backward: Callable,
@@ -34,7 +45,7 @@ def operator(
     composite: Callable | None = None,
     jvp: Callable | None = None,
     prepare: Callable | None = None,
-) -> Callable:
+) -> Operator[P, R_co]:
     """Register ``ostinato::name`` and return a function that calls it, or bypasses it where possible.
 
     ``groups(*args)`` lets ``torch.vmap`` batch calls into one: see ``vmap.py``.  In forward mode ``composite(*args)``
@@ -55,7 +66,7 @@ def operator(
 
     def call(*args: Any) -> Any:
         if is_eager(args):
-            return apply(*args, forward) if is_differentiated(args) else forward(*args)
+            return apply(*args, forward) if is_differentiated(args) else forward(*args)  # type: ignore[call-arg]
         tensors = [x for x in args if isinstance(x, Tensor)]
         if plain is not None and export.is_portable():
             return export.write(plain, name, args)
@@ -79,7 +90,7 @@ def operator(
 
     transformed = _transformed(name, call, setup_context, backward, groups, composite, jvp)
     call.prepared = prepared  # type: ignore[attr-defined]
-    return call
+    return cast(Operator[P, R_co], call)
 
 
 def _eager(name: str, setup_context: Callable, backward: Callable) -> Callable:
@@ -139,11 +150,11 @@ def _transformed(
 
 def gradient(
     name: str,
-    implementation: Callable,
+    implementation: Callable[P, R_co],
     fake: Callable,
     groups: Callable[..., Groups] | None = None,
     composite: Callable | None = None,
-) -> Callable:
+) -> Operator[P, R_co]:
     """:func:`operator` for a gradient, whose own derivatives are those of ``composite``, if given."""
 
     def keep(ctx: Any, inputs: tuple, output: Any) -> None:

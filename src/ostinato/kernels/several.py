@@ -4,14 +4,14 @@ import ast
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from ostinato.kernels import export
-from ostinato.kernels.dispatch import apply_of, autograd_function, is_batched
+from ostinato.kernels.dispatch import Operator, apply_of, autograd_function, is_batched
 from ostinato.kernels.eager import is_differentiated, is_eager
 from ostinato.kernels.vmap import vmap_rule
 
@@ -43,7 +43,7 @@ def of_several(
     setup_context: Callable,
     backward: Callable,
     compiled: Callable,
-) -> Callable:
+) -> Operator:
     """A function of several calls' arguments that returns what an operator returns for each.
 
     In eager mode all are one node of autograd.  ``prepare(*calls)`` returns the function that computes all results of
@@ -68,7 +68,7 @@ def of_several(
         return compiled(*calls) if runs_as_one else separately(*calls)
 
     several.prepared = prepared  # type: ignore[attr-defined]
-    return several
+    return cast(Operator, several)
 
 
 def _eager(name: str, setup_context: Callable, backward: Callable) -> Callable:

@@ -35,9 +35,11 @@ def linear_scan(
         if isinstance(kernels, TorchBackend):  # supports complex numbers, differentiably
             check_cu_seqlens(cu_seqlens, b.shape[1])
             return kernels.linear_scan(a, b, h0, Order(cu_seqlens, resets, reverse))
-    initial = (None, None) if h0 is None else _parts(h0)
+    real, imaginary = (None, None) if h0 is None else _parts(h0)
     options = cu_seqlens, resets, reverse, backend
-    h, h_imaginary, last, last_imaginary = nonlinear_recurrence(_RECURRENCE, *initial, *options, *_parts(a), *_parts(b))
+    h, h_imaginary, last, last_imaginary = nonlinear_recurrence(
+        _RECURRENCE, real, imaginary, *options, *_parts(a), *_parts(b)
+    )
     return torch.complex(h, h_imaginary), torch.complex(last, last_imaginary)
 
 

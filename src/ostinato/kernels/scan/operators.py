@@ -135,11 +135,12 @@ class _Scan:
         return grads[0], grads[1], h.new_empty(0 if h0 is None else h0.shape)
 
     def jvp(self, args: tuple, results: tuple[Tensor, Tensor], tangents: tuple) -> tuple[Tensor, Tensor]:
-        a, b, h0, *parts, backend = args
+        a, b, h0, *options = args
+        *parts, _backend = options
         carry, *slopes = partials_of_steps(self.ring, a, b, results[0], h0, order_of(*parts))
         offsets = [slope * x for slope, x in zip(slopes, tangents[:2], strict=True) if x is not None]
         total = sum(offsets, torch.zeros_like(b))
-        return linear_scan(carry, total, tangents[2], *parts, backend)
+        return linear_scan(carry, total, tangents[2], *options)
 
     def differentiable_backward(
         self, a: Tensor, b: Tensor | None, h: Tensor, h0: Tensor | None, *rest: Any

@@ -66,7 +66,8 @@ def _layer_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None
     if grad_h is None and grad_h_last is None:
         return (None,) * 9
     *tensors, h = ctx.saved_tensors
-    grads = layer_scan_backward(*tensors, *ctx.settings, h, grad_h, grad_h_last)
+    given = *tensors, *ctx.settings, h, grad_h, grad_h_last
+    grads = layer_scan_backward(*given)
     _, bias, h0, *_ = tensors
     return (grads[0], None if bias is None else grads[1], None if h0 is None else grads[2]) + (None,) * 6
 
