@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ostinato.distributed.collectives import Gathered, Shared, gather
-from ostinato.distributed.steps import LINEAR, Ring, Steps
+from ostinato.distributed.steps import Steps
 from ostinato.kernels.scan import operators
 from ostinato.kernels.scan.cuda import compose as kernel
+from ostinato.kernels.scan.torch_ops import LINEAR, Semiring
 
 FIRST_REACH = 1024  # steps over which the coefficients' product is first tested for underflow
 GROWTH = 32  # factor to the next number of steps: every test synchronises with the host
@@ -146,7 +147,7 @@ class Boundary:
         return self.reduce(self.head, compose, LINEAR, not steps.reverse)
 
     def reduce(
-        self, steps: slice, compose: Callable[[slice], tuple[Tensor, Tensor]], ring: Ring, reverse: bool
+        self, steps: slice, compose: Callable[[slice], tuple[Tensor, Tensor]], ring: Semiring, reverse: bool
     ) -> tuple[Tensor, Tensor]:
         """P and L of steps, chunk by chunk to bound the temporary memory."""
         begins = range(steps.start, steps.stop, self.steps.largest_chunk)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ostinato import scan
-from ostinato.distributed.steps import LOGARITHMIC, Steps
+from ostinato.distributed.steps import Steps
 from ostinato.kernels.recurrence.linear.layer import layer_scan, layer_scan_backward
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence, linear_recurrence_backward
 from ostinato.kernels.scan import operators
@@ -77,7 +77,7 @@ class LinearScan(_Given, Linear):
 class LogLinearScan(_Given):
     """Steps of ``log_h = logaddexp(log_a + log_h, log_b)``."""
 
-    ring = LOGARITHMIC
+    ring = LOG
     forgets = False
 
     def compose(self) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ class LogLinearScan(_Given):
             before = torch.cat((carry[:, None], h), 1)[:, steps]
         part = self.part(steps)
         a, b = part.coefficients()
-        return LOG.partials(a, b, zeroed(before, part.resets, self.ring.zero))[0]
+        return self.ring.partials(a, b, zeroed(before, part.resets, self.ring.zero))[0]
 
 
 class Minimal(Linear):

@@ -1,10 +1,9 @@
 """The steps of a shard as :mod:`~ostinato.distributed.boundary` takes them, of whichever kind: see ``kinds.py``."""
 
 import copy
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,22 +11,9 @@ from torch import Tensor
 from ostinato.kernels import nvrtc
 from ostinato.kernels.scan import operators
 from ostinato.kernels.scan.cuda import compose as kernel
-from ostinato.kernels.scan.torch_ops import zeroed
+from ostinato.kernels.scan.torch_ops import LINEAR, zeroed
 
 MOST_AT_ONCE = 1 << 26  # elements of a temporary tensor
-
-
-class Ring(NamedTuple):
-    """How two steps ``h -> times_plus(a, h, b)`` make one, and their neutral elements."""
-
-    times: Callable[[Tensor, Tensor], Tensor]
-    times_plus: Callable[[Tensor, Tensor, Tensor], Tensor]
-    one: float
-    zero: float
-
-
-LINEAR = Ring(torch.mul, lambda a, h, b: a * h + b, 1.0, 0.0)
-LOGARITHMIC = Ring(torch.add, lambda a, h, b: torch.logaddexp(a + h, b), 0.0, -math.inf)
 
 
 class Steps(ABC):
