@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ostinato.kernels.recurrence.symbolic.graph import Builder, evaluate
+from ostinato.kernels.recurrence.symbolic.builder import Builder
+from ostinato.kernels.recurrence.symbolic.graph import evaluate
 from ostinato.kernels.recurrence.symbolic.trace import parse, trace
 
 FUNCTIONS = {

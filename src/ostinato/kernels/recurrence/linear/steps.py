@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ostinato.kernels.recurrence.symbolic.graph import Builder, Graph, Node, joined, with_constants
+from ostinato.kernels.recurrence.symbolic.builder import Builder, joined, with_constants
+from ostinato.kernels.recurrence.symbolic.graph import Graph, Node
 from ostinato.kernels.recurrence.symbolic.trace import Trace
 
 

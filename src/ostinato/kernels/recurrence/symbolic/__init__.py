@@ -1,11 +1,12 @@
 """An elementwise PyTorch function as graphs of scalar operations, of its values and its derivatives.
 
-=================  ===============================================
+=================  =======================================================
 ``trace.py``       a function traced to graphs
 ``aten.py``        PyTorch's operations as scalar operations
 ``scalar.py``      nodes of a graph, written as formulas
-``graph.py``       scalar operations, simplified as they are added
+``builder.py``     a graph under construction, simplified as nodes are added
+``graph.py``       the graph: scalar operations, and what it depends on
 ``print_cuda.py``  a graph as lines of CUDA C++
 ``print_cpu.py``   a graph as lines of Python, for Numba
-=================  ===============================================
+=================  =======================================================
 """

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from ostinato.kernels.recurrence.symbolic.graph import Builder
+from ostinato.kernels.recurrence.symbolic.builder import Builder
 
 
 class Unsupported(Exception):

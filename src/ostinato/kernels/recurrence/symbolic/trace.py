@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ostinato.kernels.recurrence.symbolic.aten import RULES
-from ostinato.kernels.recurrence.symbolic.graph import Builder, Graph, Node
+from ostinato.kernels.recurrence.symbolic.builder import Builder
+from ostinato.kernels.recurrence.symbolic.graph import Graph, Node
 from ostinato.kernels.recurrence.symbolic.scalar import Operand, Scalar, Unsupported
 
 _SHAPE = (2, 3, 4)
