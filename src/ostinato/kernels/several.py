@@ -108,24 +108,51 @@ def one_operator(
     which may be symbols to a compiler, is in a text.
     """
 
-    def run(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    operator = _OneOperator(name, prepare, setup_context, backward, arguments_of, fake, whole).operator
+    return lambda *calls: _split(operator(*_flattened(calls)), len(calls))
+
+
+class _OneOperator:
+    """The two operators of :func:`one_operator`, of calls as :func:`_flattened` writes them."""
+
+    def __init__(
+        self,
+        name: str,
+        prepare: Callable,
+        setup_context: Callable,
+        backward: Callable,
+        arguments_of: Callable,
+        fake: Callable,
+        whole: Callable,
+    ) -> None:
+        self._prepare, self._setup_context, self._backward = prepare, setup_context, backward
+        self._arguments_of, self._fake, self._whole = arguments_of, fake, whole
+        self.operator = torch.library.custom_op(f"ostinato::{name}", self.run, mutates_args=())
+        self.operator.register_fake(self.run_fake)
+        self.operator.register_autograd(self.pull_back, setup_context=self.keep)
+        self.gradient = torch.library.custom_op(f"ostinato::{name}_backward", self.run_backward, mutates_args=())
+        self.gradient.register_fake(self.fake_backward)
+        for operator in (self.operator, self.gradient):
+            operator.register_vmap(functools.partial(_of_samples, name, operator))
+
+    def run(self, form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
         calls = _unflattened(form, numbers, tensors)
         if not len(tensors[0]):  # without rows, results have no elements
-            return run_fake(form, numbers, tensors)
+            return self.run_fake(form, numbers, tensors)
         with torch.no_grad():
-            results = prepare(*calls)(*calls)
-        return [x for call, result in zip(calls, results, strict=True) for x in whole(call, result)]
+            results = self._prepare(*calls)(*calls)
+        return [x for call, result in zip(calls, results, strict=True) for x in self._whole(call, result)]
 
-    def run_fake(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [x for result in fake(*_unflattened(form, numbers, tensors)) for x in result]
+    def run_fake(self, form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [x for result in self._fake(*_unflattened(form, numbers, tensors)) for x in result]
 
-    def run_backward(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def run_backward(self, form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
         if not len(tensors[0]):
-            return [x.zero_() for x in fake_backward(form, numbers, tensors)]
+            return [x.zero_() for x in self.fake_backward(form, numbers, tensors)]
         each = [*_parts(form, numbers, tensors)]
-        parts, calls = [part for part, _ in each], [arguments_of(part) for part, _ in each]
+        parts, calls = [part for part, _ in each], [self._arguments_of(part) for part, _ in each]
         with torch.no_grad():
-            found = backward(prepare(*calls), parts, [grads for _, grads in each])
+            found = self._backward(self._prepare(*calls), parts, [grads for _, grads in each])
             return [
                 x.new_zeros(x.shape) if grad is None else grad
                 for call, part, of_call in zip(calls, parts, found, strict=True)
@@ -133,9 +160,9 @@ def one_operator(
                 if needed
             ]
 
-    def fake_backward(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def fake_backward(self, form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
         parts = [part for part, _ in _parts(form, numbers, tensors)]
-        each = zip(map(arguments_of, parts), parts, strict=True)
+        each = zip(map(self._arguments_of, parts), parts, strict=True)
         return [
             x.new_empty(x.shape)  # contiguous, as kernels write gradients, whatever x is
             for call, part in each
@@ -143,35 +170,25 @@ def one_operator(
             if needed
         ]
 
-    gradient = torch.library.custom_op(f"ostinato::{name}_backward", run_backward, mutates_args=())
-    gradient.register_fake(fake_backward)
-
-    def keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    def keep(self, ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
         calls = _unflattened(*inputs)
         ctx.calls = [[isinstance(x, Tensor) for x in call] for call in calls]
-        ctx.parts = _kept(ctx, setup_context, calls, _split(output, len(calls)))
+        ctx.parts = _kept(ctx, self._setup_context, calls, _split(output, len(calls)))
 
-    def pull_back(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
+    def pull_back(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
         flags = iter(ctx.needs_input_grad[2])
         needed = [[is_tensor and next(flags) for is_tensor in call] for call in ctx.calls]
         saved, of_results = (_split(x, len(needed)) for x in (ctx.saved_tensors, grads))
         if torch.is_grad_enabled() or any(x is not None and is_batched(x) for x in grads):
             # Only operators of one call have derivatives themselves, and a rule for the rows of a Jacobian.
             own = zip(ctx.parts, saved, needed, strict=True)
-            apart = backward(None, [part.with_saved(*kept) for part, *kept in own], of_results)
+            apart = self._backward(None, [part.with_saved(*kept) for part, *kept in own], of_results)
             of_all = zip(itertools.chain(*ctx.calls), itertools.chain(*apart), strict=True)
             return None, None, [grad for is_tensor, grad in of_all if is_tensor]
         fields = zip(saved, (part.settings for part in ctx.parts), of_results, needed, strict=True)
-        found = iter(gradient(*_flattened([*itertools.chain(*fields)])))
+        found = iter(self.gradient(*_flattened([*itertools.chain(*fields)])))
         each = zip(itertools.chain(*ctx.calls), itertools.chain(*needed), strict=True)
         return None, None, [next(found) if need else None for is_tensor, need in each if is_tensor]
-
-    operator = torch.library.custom_op(f"ostinato::{name}", run, mutates_args=())
-    operator.register_fake(run_fake)
-    operator.register_autograd(pull_back, setup_context=keep)
-    for one in (operator, gradient):
-        one.register_vmap(functools.partial(_of_samples, name, one))
-    return lambda *calls: _split(operator(*_flattened(calls)), len(calls))
 
 
 def _of_samples(
