@@ -15,7 +15,7 @@ import torch
 
 import ostinato
 import persistent_cases
-import persistent_layers
+import persistent_geometries
 import scan_kernels
 from kernels.persistent import test_cuda_step, test_directions, test_passes, test_small
 from kernels.recurrence import test_nonlinear_recurrence, test_projected
@@ -187,8 +187,8 @@ def recurrent(path, shape, in_clusters):
 
     cuda_launch.pack = pack_on_cpu
     properties = torch.cuda.get_device_properties(0)
-    back = persistent_layers.candidates(path, *shape, properties=properties, backward=True)
-    forwards = persistent_layers.candidates(path, *shape, properties=properties)
+    back = persistent_geometries.candidates(path, *shape, properties=properties, backward=True)
+    forwards = persistent_geometries.candidates(path, *shape, properties=properties)
     forward = min(forwards, key=lambda g: (g.distributed != in_clusters, microseconds(g, shape[2])))
     back = [g for g in back if (g.cluster > 1) == in_clusters]
     for chosen in {(g.cluster, g.distributed): g for g in back}.values():
@@ -206,9 +206,9 @@ def recurrent(path, shape, in_clusters):
 
 def streamed(path, layer, in_clusters):
     properties = torch.cuda.get_device_properties(0)
-    forward, *_ = persistent_layers.streamed(path, *layer, properties=properties)
+    forward, *_ = persistent_geometries.streamed(path, *layer, properties=properties)
     backward = "sparse" if path == "block" else path
-    for back in persistent_layers.streamed(backward, *layer, properties=properties, backward=True):
+    for back in persistent_geometries.streamed(backward, *layer, properties=properties, backward=True):
         if (back.cluster > 1) == in_clusters:
             case = persistent_cases.Case(path, *layer, forward=forward, back=back)
             inputs = case.inputs(6, resets=0.3)
@@ -220,7 +220,7 @@ def streamed(path, layer, in_clusters):
 def rounded(in_clusters):
     layer = "gru", 130, 20
     case, properties = persistent_cases.Case("dense", *layer, torch.float32), torch.cuda.get_device_properties(0)
-    forwards, backwards = (persistent_layers.rounded(*layer, back, properties) for back in FLAGS)
+    forwards, backwards = (persistent_geometries.rounded(*layer, back, properties) for back in FLAGS)
     backwards = [back for back in backwards if (back.cluster > 1) == in_clusters]
     for forward, back in itertools.zip_longest(forwards, backwards, fillvalue=forwards[0]):
         case.plan = case.plan._replace(geometry=cuda_plan.Geometries(forward, back))
@@ -232,7 +232,7 @@ def rounded(in_clusters):
 
 def in_turns(in_clusters, *layer):
     properties = torch.cuda.get_device_properties(0)
-    forwards, backwards = (persistent_layers.in_turns(*layer, back, properties) for back in FLAGS)
+    forwards, backwards = (persistent_geometries.in_turns(*layer, back, properties) for back in FLAGS)
     backwards = [back for back in backwards if (back.cluster > 1) == in_clusters]
     for forward, back in itertools.zip_longest(forwards, backwards):
         case = persistent_cases.Case("dense", *layer, forward=forward, back=back)
@@ -247,7 +247,7 @@ def in_turns(in_clusters, *layer):
 def wide(hidden, dtype):
     layer = "lstm", hidden, 70, dtype
     properties = torch.cuda.get_device_properties(0)
-    for forward, back in zip(*(persistent_layers.wide(*layer, back, properties) for back in FLAGS), strict=True):
+    for forward, back in zip(*(persistent_geometries.wide(*layer, back, properties) for back in FLAGS), strict=True):
         case = persistent_cases.Case("dense", *layer, forward=forward, back=back)
         for packed, resets in ((False, 0), (True, 0.3)):
             inputs = case.inputs(6, packed=packed, resets=resets)

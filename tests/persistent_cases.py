@@ -14,7 +14,7 @@ from ostinato.kernels.persistent.cuda.costs import microseconds
 from ostinato.kernels.persistent.cuda.source import feature, files, macros
 from ostinato.kernels.persistent.plan import GATES, Plan
 from ostinato.kernels.persistent.sequences import Sequences
-from persistent_layers import candidate, candidates, random_mask
+from persistent_geometries import candidate, candidates, random_mask
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
@@ -53,7 +53,7 @@ PRUNED = [
 LAYERS = [("dense", x) for x in DENSE]
 LAYERS += [("block", x) for x in PRUNED if x[5] != (1, 1)] + [("sparse", x) for x in PRUNED]
 
-STREAMED = [  # by persistent_layers.streamed
+STREAMED = [  # by persistent_geometries.streamed
     ("dense", ("gru", 771, 3, f16)),
     ("dense", ("lstm", 515, 5, f32)),
     ("block", ("gru", 771, 4, bf16, 0.9, (16, 1))),

@@ -14,7 +14,7 @@ from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.sequences import Sequences
 from ostinato.recurrent import sequences
 from persistent_cases import assert_compiles
-from persistent_layers import candidate, candidates, in_turns, wide
+from persistent_geometries import candidate, candidates, in_turns, wide
 from recurrent_layers import assert_same, assert_same_gradients, flat, inputs, twin
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32

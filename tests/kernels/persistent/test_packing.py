@@ -13,7 +13,7 @@ from ostinato.kernels.persistent.cuda.fitting import fill_registers
 from ostinato.kernels.persistent.cuda.geometry import Geometry
 from ostinato.kernels.persistent.plan import GATES
 from persistent_cases import STREAMED
-from persistent_layers import candidates, random_mask, streamed
+from persistent_geometries import candidates, random_mask, streamed
 
 
 def packed_matrix(mask, chosen):

@@ -16,7 +16,7 @@ from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda.fitting import fill_registers
 from ostinato.kernels.persistent.sequences import Sequences
 from persistent_cases import CELLS, LAYERS, STREAMED, TOLERANCE, Case, assert_compiles, double, errors
-from persistent_layers import candidate, candidates, streamed
+from persistent_geometries import candidate, candidates, streamed
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 

@@ -11,7 +11,7 @@ from ostinato.kernels.persistent.cuda.fitting import fill_registers
 from ostinato.kernels.persistent.cuda.geometry import Geometry
 from ostinato.kernels.persistent.cuda.source import macros
 from persistent_cases import TOLERANCE, Case, assert_compiles, assert_matches_the_reference
-from persistent_layers import in_pairs, in_turns, of_any_number, wide
+from persistent_geometries import in_pairs, in_turns, of_any_number, wide
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 FEW = [("gru", 515, bf16), ("lstm", 256, f16), ("rnn_tanh", 101, f32), ("gru", 384, f32)]

@@ -14,7 +14,7 @@ from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.cuda.costs import microseconds
 from ostinato.kernels.persistent.cuda.geometry import Geometry
 from persistent_cases import TOLERANCE, Case, assert_compiles, assert_matches_the_reference, double, errors
-from persistent_layers import candidate, candidates, rounded, within_clusters
+from persistent_geometries import candidate, candidates, rounded, within_clusters
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 

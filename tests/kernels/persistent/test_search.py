@@ -16,7 +16,7 @@ from ostinato.kernels.persistent.cuda.costs import microseconds
 from ostinato.kernels.persistent.cuda.fitting import fill_registers
 from ostinato.kernels.persistent.cuda.source import files, macros
 from ostinato.kernels.persistent.plan import GATES, Call
-from persistent_layers import candidates
+from persistent_geometries import candidates
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 
