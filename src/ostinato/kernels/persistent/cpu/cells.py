@@ -93,7 +93,7 @@ def _slope_of_relu(d, y):
 
 def _rnn_backward_unit(slope):
     @inline
-    def unit(j, hidden, inputs, outputs):
+    def unit(j, pitch, inputs, outputs):
         output, at_output, _, _, _, _, _, grad, at_grad = inputs
         dh, at_dh, _, _, grads, at = outputs
         y = load(output, at_output + j, "p0")
@@ -105,38 +105,38 @@ def _rnn_backward_unit(slope):
 
 
 @inline
-def _gru_backward_unit(j, hidden, inputs, outputs):
+def _gru_backward_unit(j, pitch, inputs, outputs):
     pre, at_pre, candidate, before, at_before, _, at_row, grad, at_grad = inputs
     dh, at_dh, _, _, grads, at = outputs
     d = load(dh, at_dh + j, "dh") + load(grad, at_grad + j, "grad")
     q = load(candidate, at_row + j, "q")
     r, not_r = sigmoids(load(pre, at_pre + j, "p0"))
-    z, not_z = sigmoids(load(pre, at_pre + hidden + j, "p1"))
-    n, slope = tanh_slope(multiply_add(r, q, load(pre, at_pre + 2 * hidden + j, "p2")))
+    z, not_z = sigmoids(load(pre, at_pre + pitch + j, "p1"))
+    n, slope = tanh_slope(multiply_add(r, q, load(pre, at_pre + 2 * pitch + j, "p2")))
     d_n = d * not_z * slope
     store(grads, at + j, d_n * r, "g0")
-    store(grads, at + hidden + j, d_n * q * (r * not_r), "g1")
-    store(grads, at + 2 * hidden + j, d * (load(before, at_before + j, "before") - n) * (z * not_z), "g2")
-    store(grads, at + 3 * hidden + j, d_n, "g3")
+    store(grads, at + pitch + j, d_n * q * (r * not_r), "g1")
+    store(grads, at + 2 * pitch + j, d * (load(before, at_before + j, "before") - n) * (z * not_z), "g2")
+    store(grads, at + 3 * pitch + j, d_n, "g3")
     store(dh, at_dh + j, d * z, "dh")
 
 
 @inline
-def _lstm_backward_unit(j, hidden, inputs, outputs):
+def _lstm_backward_unit(j, pitch, inputs, outputs):
     pre, at_pre, _, before, at_before, cells, at_row, grad, at_grad = inputs
     dh, at_dh, dc, at_dc, grads, at = outputs
     d = load(dh, at_dh + j, "dh") + load(grad, at_grad + j, "grad")
     x0 = load(pre, at_pre + j, "p0")
     i, not_i = sigmoids(x0)
-    f, not_f = sigmoids(load(pre, at_pre + hidden + j, "p1"))
-    g, slope_g = tanh_slope(load(pre, at_pre + 2 * hidden + j, "p2"))
-    o, not_o = sigmoids(load(pre, at_pre + 3 * hidden + j, "p3"))
+    f, not_f = sigmoids(load(pre, at_pre + pitch + j, "p1"))
+    g, slope_g = tanh_slope(load(pre, at_pre + 2 * pitch + j, "p2"))
+    o, not_o = sigmoids(load(pre, at_pre + 3 * pitch + j, "p3"))
     tanh_c, slope_c = tanh_slope(load(cells, at_row + j, "c"))
     d_c = multiply_add(d * o, slope_c, load(dc, at_dc + j, "dc"))
     store(grads, at + j, d_c * g * (i * not_i), "g0")
-    store(grads, at + hidden + j, d_c * load(before, at_before + j, "before") * (f * not_f), "g1")
-    store(grads, at + 2 * hidden + j, d_c * i * slope_g, "g2")
-    store(grads, at + 3 * hidden + j, d * tanh_c * (o * not_o), "g3")
+    store(grads, at + pitch + j, d_c * load(before, at_before + j, "before") * (f * not_f), "g1")
+    store(grads, at + 2 * pitch + j, d_c * i * slope_g, "g2")
+    store(grads, at + 3 * pitch + j, d * tanh_c * (o * not_o), "g3")
     store(dc, at_dc + j, d_c * f, "dc")
     store(dh, at_dh + j, cast(0.0, x0), "dh")
 
