@@ -2,8 +2,10 @@
 
 One cooperative launch runs all steps of one layer and direction, forward or backward in time.  Every block keeps its
 part of the recurrent matrix in registers and shared memory, or as much of it as fits there: the rest is streamed, read
-from L2 at every step.  States and gradients pass between blocks through global memory, see ``exchange.cuh``.  There are
-three kinds of matrix product, each the Product of ``<path>.cuh``:
+from L2 at every step.  A *group* is as many blocks as hold the whole matrix, and the sequences that they take; a batch
+is divided among groups, which do not know of each other.  States and gradients pass between the blocks of a group
+through global memory, see ``exchange.cuh``.  There are three kinds of matrix product, each the Product of
+``<path>.cuh``:
 
 ==========  ==================================================================
 ``dense``   the whole matrix, on tensor cores

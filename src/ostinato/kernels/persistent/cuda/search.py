@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -256,6 +256,27 @@ def _how_they_fit(geometry: Geometry, pruned: bool) -> str:
     return "fit on the chip with their zeros, fastest on tensor cores" if pruned else "fit on the chip"
 
 
+def _rounder(
+    exact: Geometry,
+    batch: int,
+    pruned: bool,
+    fastest: Callable[[int], Geometry | None],
+    device: Device,
+    share: int,
+) -> Geometry:
+    """The fastest kernel of a rounder batch, if a step then takes at most ``ROUNDED`` times as long as by `exact`.
+
+    A kernel is compiled for the sequences of a group and runs any number of groups: so many batches share it.
+    """
+    longest = ROUNDED * microseconds(exact, batch, pruned)
+    for sizes in _rounded(batch):
+        ways = (way for size in sizes if (found := fastest(size)) for way in _for_batch(found, batch, device, share))
+        rounder = min(ways, key=lambda way: microseconds(way, batch, pruned), default=exact)
+        if microseconds(rounder, batch, pruned) <= longest:
+            return rounder
+    return exact
+
+
 def choose_geometry(
     cell: str,
     hidden_size: int,
@@ -272,9 +293,6 @@ def choose_geometry(
     distributed: bool = True,
 ) -> Plan:
     """A fast way to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm") in one direction of time.
-
-    A kernel is compiled for the sequences of a group of blocks and runs any number of groups.  So of the kernels of
-    rounder batches the fastest is taken, if a step of this one then takes at most ``ROUNDED`` times as long.
 
     Args:
         hidden_size, batch, dtype: of the layer and its input.
@@ -313,13 +331,6 @@ def choose_geometry(
     if geometry is None:
         reason = f"{kept} do not fit on the chip" + (" beside their gradients" if backward else "")
         return no_kernel(reason, available)
-    pruned = density < 1
-    longest = ROUNDED * microseconds(geometry, batch, pruned)
-    for sizes in _rounded(batch):
-        ways = (way for size in sizes if (found := fastest(size)) for way in _for_batch(found, batch, device, share))
-        rounder = min(ways, key=lambda way: microseconds(way, batch, pruned), default=geometry)
-        if microseconds(rounder, batch, pruned) <= longest:
-            geometry = rounder
-            break
+    geometry = _rounder(geometry, batch, density < 1, fastest, device, share)
     reason = f"{kept} {_how_they_fit(geometry, pruned=mask_nnz is not None)}"
     return Plan(geometry.path, geometry.bytes_on_chip, available, geometry.blocks * geometry.groups, reason, geometry)
