@@ -103,24 +103,41 @@ def most_single_steps(device_type: str, cell: str, hidden_size: int, batch: int,
     return _kernels_on(device_type).most_single_steps(cell, hidden_size, batch, dtype)
 
 
-def step_of(device: torch.device, *layer: Any) -> Any:
-    """What makes one step of a layer without gradients where a device has a kernel for it, else None.
-
-    ``layer``: cell, dtype, hidden_size, input_size, batch, the masks of both weights and path.
-    """
-    return kernels_on(device).step_of(*layer)
-
-
-def frozen_step(*layer: Any) -> Any:
-    """A step of a layer on the CPU whose weights never change: cell, batch, weights and the masks of both."""
-    return _kernels_of_cpu().FrozenStep(*layer)
-
-
-def step_of_layers(device: torch.device, *args: Any) -> Any:
-    """Steps, frozen or not, one after the other: of an input, the shape of a state, and how many states there are."""
-    return kernels_on(device).StepOfLayers(*args)
+def step_of(
+    device: torch.device,
+    cell: str,
+    dtype: torch.dtype,
+    hidden_size: int,
+    input_size: int,
+    batch: int,
+    mask_ih: Tensor | None,
+    mask_hh: Tensor | None,
+    path: str | None,
+) -> Any:
+    """What makes one step of a layer without gradients where a device has a kernel for it, else None."""
+    return kernels_on(device).step_of(cell, dtype, hidden_size, input_size, batch, mask_ih, mask_hh, path)
 
 
-def gradients_of_step(*args: Any) -> Sequence[Tensor | None]:
+def frozen_step(cell: str, batch: int, weights: list[Tensor], mask_ih: Tensor | None, mask_hh: Tensor | None) -> Any:
+    """A step of a layer on the CPU whose weights never change."""
+    return _kernels_of_cpu().FrozenStep(cell, batch, weights, mask_ih, mask_hh)
+
+
+def step_of_layers(
+    device: torch.device, steps: Sequence[Any], x: Tensor, state_shape: tuple[int, ...], states: int
+) -> Any:
+    """Steps, frozen or not, one after the other, for inputs like x and so many states of that shape."""
+    return kernels_on(device).StepOfLayers(steps, x, state_shape, states)
+
+
+def gradients_of_step(
+    cell: str,
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> Sequence[Tensor | None]:
     """The gradients of a step of layers on the CPU, see ``cpu/step_gradients.py``."""
-    return _kernels_of_cpu().gradients_of_step(*args)
+    return _kernels_of_cpu().gradients_of_step(cell, x, states, weights, saved, grads, needed)

@@ -15,7 +15,10 @@ from ostinato.kernels.persistent.plan import Call, Plan
 from ostinato.kernels.persistent.sequences import Sequences
 
 Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""What ``forward`` returns, see ``reference.py``: output, h_n, c_n, and what is kept for the backward."""
+
 Found = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""What ``backward`` returns: gradients of the gates, before their activations, of h0 and c0, and rows to sum."""
 
 
 class SmallProducts(Protocol):
