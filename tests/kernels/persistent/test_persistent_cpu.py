@@ -15,6 +15,7 @@ from ostinato.kernels.persistent.cpu import passes, products
 from ostinato.kernels.persistent.cpu import plan as cpu_plan
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.persistent.sequences import Sequences
+from persistent_geometries import random_mask
 
 F32, F64 = torch.float32, torch.float64
 DENSE = Plan("dense", reason="a test")
@@ -52,13 +53,6 @@ def close(got, expected, tolerance):
         assert (got.double() - expected).abs().amax() <= tolerance * scale
 
 
-def random_mask(gates, hidden, block, density):
-    height, width = block
-    shape = gates, -(-hidden // height), -(-hidden // width)
-    mask = (torch.rand(shape) < density).repeat_interleave(height, 1).repeat_interleave(width, 2)
-    return mask[:, :hidden, :hidden].reshape(gates * hidden, hidden).contiguous()
-
-
 def random_layer(cell, block, density, batch, hidden, steps, packed, diagonal=False, resets=False, reverse=False):
     """Arguments of the reference's forward, a layer and its projected input, in float64."""
     gates, offsets, rows = GATES[cell], None, batch * steps
@@ -70,7 +64,7 @@ def random_layer(cell, block, density, batch, hidden, steps, packed, diagonal=Fa
         rows = int(offsets[-1])
     weight, mask = torch.randn(gates * hidden, hidden, dtype=F64) / hidden**0.5, None
     if block is not None:
-        mask = random_mask(gates, hidden, block, density)
+        mask = random_mask(cell, hidden, density, block)
         if diagonal:
             mask |= torch.eye(hidden, dtype=torch.bool).repeat(gates, 1)
         weight *= mask
@@ -355,16 +349,16 @@ def test_plans(monkeypatch):
         plan = cpu.make_plan(call, None, None)
         assert plan.path == path, plan
         assert plan.reason
-    mask = random_mask(3, 64, (16, 1), 0.1)
+    mask = random_mask("gru", 64, 0.1, (16, 1))
     call = Call(torch.device("cpu"), "gru", 64, 4, F32, training=True, steps=100, compared=True)
     assert cpu.make_plan(call, mask, (16, 1))[::5] == ("block", (16, 1))
     assert cpu.make_plan(call, mask, (1, 1)).path == "dense"
     step = call._replace(training=False, steps=1)  # of 4 sequences
     for block, density, path in (((16, 1), 0.1, "block"), ((16, 1), 0.2, "dense"), ((1, 1), 0.05, "sparse")):
-        assert cpu.make_plan(step, random_mask(3, 64, block, density), block).path == path
-    assert cpu.make_plan(step, random_mask(3, 64, (1, 1), 0.1), (1, 1)).path == "dense"
+        assert cpu.make_plan(step, random_mask("gru", 64, density, block), block).path == path
+    assert cpu.make_plan(step, random_mask("gru", 64, 0.1, (1, 1)), (1, 1)).path == "dense"
     assert cpu.make_plan(step._replace(training=True), mask, (16, 1)).path == "steps"
-    assert cpu.make_plan(step._replace(batch=1), random_mask(3, 64, (1, 1), 0.23), (1, 1)).path == "sparse"
+    assert cpu.make_plan(step._replace(batch=1), random_mask("gru", 64, 0.23, (1, 1)), (1, 1)).path == "sparse"
     assert cpu.make_plan(call._replace(steps=1, path="sparse"), mask, (1, 1))[::5] == ("sparse", (1, 1))
     assert cpu.make_plan(call._replace(steps=1, path="dense"), mask, (1, 1)).path == "dense"
     assert cpu.make_plan(call, torch.ones_like(mask), (16, 1)).path == "dense"
