@@ -337,8 +337,6 @@ class MinLSTMCellCUDA(_CellCUDA):
     Raises:
         RuntimeError, TypeError, ValueError: as :class:`MinGRUCellCUDA`.
 
-    The constructor raises RuntimeError where there is no CUDA device; ``CUDA_AVAILABLE`` tells beforehand.
-
     Example:
         >>> import numpy as np
         >>> from ostinato.numpy import CUDA_AVAILABLE, MinLSTMCell, MinLSTMCellCUDA
