@@ -512,14 +512,14 @@ def test_best_is_the_lowest_held_out_loss(run, monkeypatch):
 
 
 def test_demo(run, monkeypatch):
-    from ostinato.bench import documents
+    from ostinato.bench import papers
 
-    monkeypatch.setattr(documents, "DEMO_LENGTHS", (16, 64))
+    monkeypatch.setattr(papers, "DEMO_LENGTHS", (16, 64))
     code, out, _ = run("demo", "--seconds", 0.5, "--output", "shown", "--device", "cpu")
     assert code == 0
     assert sorted(os.listdir("shown")) == ["model.safetensors", "times.json", "times.md", "times.png"]
     run_of_it = json.loads(Path("shown/times.json").read_text())
-    lines = documents.lengths_sweep("mingru", 256, (16, 64)).shown(run_of_it)["lines"]
+    lines = papers.lengths_sweep("mingru", 256, (16, 64)).shown(run_of_it)["lines"]
     ways = ["MinGRU, time loop, CPU", "MinGRU, scan, CPU", "torch.nn.GRU, CPU", "MinGRU's GEMM alone, CPU"]
     assert list(lines) == ways
     assert all([point["x"] for point in line["points"]] == [16, 64] for line in lines.values())
@@ -533,9 +533,9 @@ def test_demo(run, monkeypatch):
 
 
 def test_the_demo_draws_nothing_without_matplotlib(run, monkeypatch):
-    from ostinato.bench import documents
+    from ostinato.bench import papers
 
-    monkeypatch.setattr(documents, "DEMO_LENGTHS", (16, 64))
+    monkeypatch.setattr(papers, "DEMO_LENGTHS", (16, 64))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, _ = run("demo", "--seconds", 0.5, "--output", "shown", "--device", "cpu")
     assert code == 0

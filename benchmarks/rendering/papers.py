@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ostinato.bench import capacity, documents, plots, report
+from ostinato.bench import capacity, papers, plots, report
 from ostinato.bench.report import Grid, figures, speedup
 from ostinato.bench.workloads import OURS
 from rendering import runs
 from rendering.runs import Record
 
-SWEEPS = {sweep.name: sweep for sweep in documents.sweeps(quick=False)}
+SWEEPS = {sweep.name: sweep for sweep in papers.sweeps(quick=False)}
 
 
 def swept(name: str) -> Record:
@@ -28,7 +28,7 @@ def sweep(name: str) -> str:
 
 def cpu_or_gpu(cell: str) -> str:
     """One layer where its input is, and with the transfer."""
-    content, name = swept(f"transfer-{cell}"), documents.NAMES[cell]
+    content, name = swept(f"transfer-{cell}"), papers.NAMES[cell]
     labels = {"CPU": "scan, CPU", "GPU": "scan, GPU", "GPU, from and to the host": "scan and transfer, GPU"}
     lines = [content["lines"][f"{name}, {label}"]["points"] for label in labels.values()]
     rows = [
@@ -54,7 +54,7 @@ Claims = Iterator[list[str]]  # what is claimed, what was published, and what a 
 
 
 def claims() -> str:
-    """Every claim of the documents that Ostinato goes back to, by the number that its page gives them."""
+    """Every claim of the papers and projects behind this library, by the number that its page gives them."""
     rows = [*_of_min_rnns(), *_of_sparse_persistent_rnns(), *_of_cuda_rnn(), *_of_the_course_project()]
     names = [f"seeds-{name}-gpu" for name in SWEEPS if name not in ("batch", "steps")]
     names += ["networks-gpu"] * runs.measured("networks-gpu")
@@ -75,7 +75,7 @@ def _of_sparse_persistent_rnns() -> Claims:
             here = _values(f"density-{cell.lower()}", f"next best / {label}").get(0.3)
             if here:
                 yield [f"{cell} 2304, B 4, 30 %: next best / {what}", "over 6× [2]", f"{figures(here)}×"]
-    larger = _values("hidden", f"next best / {documents.IN_BLOCKS}")
+    larger = _values("hidden", f"next best / {papers.IN_BLOCKS}")
     here = _ratios_by_size({hidden: larger[hidden] for hidden in (4608, 8192) if hidden in larger})
     yield ["RNN beyond what fits dense, B 4, 10 % in blocks: next best / ours", "2× at 5 times the size [2]", here]
     for record in runs.load("networks-gpu")["results"] if runs.measured("networks-gpu") else ():
@@ -89,14 +89,14 @@ def _of_sparse_persistent_rnns() -> Claims:
 def _of_cuda_rnn() -> Claims:
     for cell, ratio in (("mingru", "6.31×"), ("minlstm", "9.44×")):
         here = f"{figures(_values(f'transfer-{cell}', 'CPU / GPU with the transfer')[1024])}×"
-        what = f"{documents.NAMES[cell]}, 64 inputs, H 128, T 1,024: CPU / GPU with the transfer"
+        what = f"{papers.NAMES[cell]}, 64 inputs, H 128, T 1,024: CPU / GPU with the transfer"
         yield [what, f"{ratio}, RTX 3070 Laptop [3]", here]
 
 
 def _of_the_course_project() -> Claims:
     for cell, published in (("mingru", "5,330 ms"), ("minlstm", "6,709.8 ms")):
-        milliseconds = _values(f"lengths-{cell}", f"{documents.NAMES[cell]}, scan, GPU")[65536]
-        what = f"{documents.NAMES[cell]} forward, T 65,536, on a GPU"
+        milliseconds = _values(f"lengths-{cell}", f"{papers.NAMES[cell]}, scan, GPU")[65536]
+        what = f"{papers.NAMES[cell]} forward, T 65,536, on a GPU"
         here = f"{figures(milliseconds)} ms (512 inputs, H 512)"
         yield [what, f"{published}, RTX 4090, sizes not stated [4]", here]
 

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 import ablation
-from ostinato.bench import calls, capacity, check, documents, measure, peers, plots, report, runs, shapes, warm
+from ostinato.bench import calls, capacity, check, measure, papers, peers, plots, report, runs, shapes, warm
 from ostinato.bench.peers.prepare import captured
 from ostinato.bench.workloads import OURS, Equation, Layer, ParaLayer, RecurrentLayer, Run, Scan, Training, Unavailable
 from ostinato.cli.bench import app as bench_app
@@ -434,7 +434,7 @@ def test_the_rest_is_measured_where_a_result_is_wrong(monkeypatch, tmp_path):
         return dataclasses.replace(good, call=lambda: calls.append(1) or (good.call() if len(calls) < 2 else _fail()))
 
     monkeypatch.setitem(peers.CONTESTANTS["mingru"], OURS, late)
-    sweep = documents.lengths_sweep("mingru", 16, (8, 32))
+    sweep = papers.lengths_sweep("mingru", 16, (8, 32))
     content = sweep.shown(sweep.measure([CPU], 0.01))
     assert [message.split(": ", 1)[1] for message in content["wrong"]] == ["failed: RuntimeError: no such luck"] * 2
     assert content["lines"] == {}
@@ -565,7 +565,7 @@ def test_a_slow_call_is_timed_once(monkeypatch):
 def everything():
     yield from (work for works in (shapes.ON_CPU, shapes.ON_CUDA) for kind in works.values() for work in kind)
     for quick in (False, True):
-        yield from (work for sweep in documents.sweeps(quick) for works in sweep.on.values() for work in works)
+        yield from (work for sweep in papers.sweeps(quick) for works in sweep.on.values() for work in works)
 
 
 def test_all_contestants_named_exist_and_ours_is_measured_first():

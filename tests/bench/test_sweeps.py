@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ostinato.bench import documents, report, shapes
+from ostinato.bench import papers, report, shapes
 from ostinato.bench.sweep import Ratio, Sweep, _lines, _ratios
 from ostinato.bench.workloads import OURS, RecurrentLayer
 from ostinato.cli.bench import app as bench_app
@@ -19,7 +19,7 @@ GRU = RecurrentLayer("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.f
 
 
 def small_lengths():
-    return documents.lengths_sweep("mingru", 16, (8, 32))
+    return papers.lengths_sweep("mingru", 16, (8, 32))
 
 
 def measured(sweep):
@@ -80,7 +80,7 @@ def test_a_kernel_that_the_plan_chooses_has_the_plans_time():
             "Ostinato, sparse kernel": {"unavailable": "is what the plan chooses"},
         },
     }
-    (sweep,) = (sweep for sweep in documents.sweeps(True) if sweep.name == "density-rnn")
+    (sweep,) = (sweep for sweep in papers.sweeps(True) if sweep.name == "density-rnn")
     lines = _lines(sweep, [record])
     assert [line["points"] for line in lines.values()] == [[{"x": 0.1, "value": pytest.approx(1.0)}]] * 2
     assert report.dashes([record]) == []
@@ -99,7 +99,7 @@ def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
         ),
         Sweep("batch", "on a GPU", "batch", "B", {"cuda": [GRU]}, unit="us a step"),
     ]
-    monkeypatch.setattr(documents, "sweeps", lambda quick: tables)
+    monkeypatch.setattr(papers, "sweeps", lambda quick: tables)
     bench_app(["seeds", "--device", "cpu", "--json", str(tmp_path)], standalone_mode=False)
     written = {path.name.removeprefix("seeds-").split("-")[0]: path for path in tmp_path.glob("*.json")}
     assert set(written) == {"lengths", "steps", "batch", "capacity"}

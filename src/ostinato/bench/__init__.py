@@ -8,7 +8,7 @@
 ``measure``    checks each implementation, then times it
 ``warm``       compiles all kernels beforehand, in parallel
 ``sweep``      one size grown over many contestants
-``documents``  the sweeps of the documents this project comes from, with their published figures
+``papers``     the sweeps of the papers and projects behind this library, with their published figures
 ``calls``      host overhead of small calls and single steps
 ``capacity``   the largest recurrent layers that fit on a chip
 ``profile``    the kernels of one layer against their limits

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-from ostinato.bench.documents import sweeps
+from ostinato.bench.papers import sweeps
 from ostinato.bench.peers import contestants
 from ostinato.bench.shapes import ON_CUDA
 from ostinato.bench.workloads import OURS, Workload

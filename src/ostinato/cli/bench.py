@@ -111,12 +111,12 @@ def seeds(
     """
     import torch
 
-    from ostinato.bench import capacity, documents, report, runs
+    from ostinato.bench import capacity, papers, report, runs
     from ostinato.files import check_folder
 
     best, console = _device(device), _console()
     devices = [torch.device("cpu"), *([best] if best.type == "cuda" else [])]
-    tables = {sweep.name: sweep for sweep in documents.sweeps(quick)}
+    tables = {sweep.name: sweep for sweep in papers.sweeps(quick)}
     names = [name for name in (*tables, "capacity") if any(part in name for part in only.lower().split(","))]
     if not names:
         raise ValueError(f"only must be part of one of {', '.join((*tables, 'capacity'))}; got {only!r}")

@@ -81,13 +81,13 @@ def _train_and_write(console: "Console", device: "torch.device", seconds: float,
 def _compare_times(console: "Console", device: "torch.device", output: Path) -> None:
     import torch
 
-    from ostinato.bench import documents, report, runs
+    from ostinato.bench import papers, report, runs
     from ostinato.files import replacing
 
     console.rule("One layer at growing lengths")
     if device.type not in ("cpu", "cuda"):
         device = torch.device("cpu")
-    sweep = documents.lengths_sweep("mingru", 256, documents.DEMO_LENGTHS)
+    sweep = papers.lengths_sweep("mingru", 256, papers.DEMO_LENGTHS)
     with console.status("measuring"):
         content = runs.environment(device) | sweep.measure([device], 0.5)
     shown = sweep.shown(content)

@@ -1,4 +1,4 @@
-"""The tables of the documents this project comes from, each a sweep over one size, and what they have published.
+"""The tables of the papers and projects behind this library, each a sweep over one size, and what they have published.
 
 ==================  =============================================================================================
 ``lengths-*``       a course project's minGRU and minLSTM in CUDA on an RTX 4090 (CS179, Caltech), sizes not stated
