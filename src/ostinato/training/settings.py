@@ -1,9 +1,13 @@
-"""The hyperparameters of a training, and what they may be."""
+"""The hyperparameters of a training, and what they may be, by themselves and of a text and some processes."""
 
 import math
 from dataclasses import dataclass
 
-from ostinato.checks import check_integers, check_numbers
+import torch
+from torch import Tensor
+
+from ostinato.checks import check_integers, check_numbers, check_tensor, describe
+from ostinato.processes import Share
 
 
 @dataclass(frozen=True)
@@ -67,3 +71,38 @@ class TrainingSettings:
             check_numbers(seconds=self.seconds)
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise ValueError(f"seconds must be above 0 and finite; got {self.seconds}")
+
+
+def train_size(tokens: Tensor, settings: TrainingSettings) -> int:
+    """How many of the tokens, (N,), from the first on, are trained on.
+
+    Raises TypeError for what is not a tensor of integers, ValueError for one that is not (N,), or too short.
+    """
+    check_tensor("tokens", tokens)
+    if tokens.dtype is torch.bool or tokens.is_floating_point() or tokens.is_complex():
+        raise TypeError(f"tokens must be integers; got {describe(tokens)}")
+    if tokens.dim() != 1:
+        raise ValueError(f"tokens must have shape (N,); got {tuple(tokens.shape)}")
+    size = len(tokens) - int(len(tokens) * settings.held_out)
+    if min(size, len(tokens) - size) <= settings.chunk_length:
+        least = math.ceil((settings.chunk_length + 1) / min(settings.held_out, 1 - settings.held_out))
+        raise ValueError(
+            f"the text is too short: a chunk of {settings.chunk_length} tokens, and a share of "
+            f"{settings.held_out} held out, need about {least} tokens; got {len(tokens)}"
+        )
+    return size
+
+
+def check_share(settings: TrainingSettings, share: Share, accumulate: int) -> None:
+    """Raise ValueError unless every process has a row of each micro-batch, and a step of each chunk."""
+    rows = accumulate * share.rows_of
+    if rows > settings.batch_size:
+        raise ValueError(
+            f"batch_size must be at least {rows}, a row for each of {accumulate} parts on {share.rows_of} processes; "
+            f"got {settings.batch_size}"
+        )
+    if share.steps_of > settings.chunk_length:
+        raise ValueError(
+            f"chunk_length must be at least {share.steps_of}, the processes that share a chunk; "
+            f"got {settings.chunk_length}"
+        )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from ostinato.checks import check_integers, check_tensor, describe
+from ostinato.checks import check_integers
 from ostinato.distributed import sequence_parallel
 from ostinato.models import LanguageModel
 from ostinato.processes import Share, part, shard_like
@@ -18,7 +18,7 @@ from ostinato.text import random_windows
 from ostinato.training.capture import Differentiated, captured
 from ostinato.training.evaluation import held_out
 from ostinato.training.replicas import reducing, replica_of
-from ostinato.training.settings import TrainingSettings
+from ostinato.training.settings import TrainingSettings, check_share, train_size
 
 PRECISIONS = ("auto", "float32", "bfloat16")
 
@@ -94,10 +94,10 @@ class Trainer:
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
         check_integers(1, accumulate=accumulate)
-        train_size = _train_size(tokens, settings)
+        split = train_size(tokens, settings)
         self._share, self._accumulate = Share.on(mesh), accumulate
         self._processes, self._rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_rank())
-        _check_share(settings, self._share, accumulate)
+        check_share(settings, self._share, accumulate)
         if settings.seconds is not None and mesh is not None:
             raise ValueError("seconds must be None for several processes, whose clocks differ; limit the steps")
         self.settings = settings
@@ -113,8 +113,8 @@ class Trainer:
             sequence_parallel(model, mesh["cp"])
         self.model = model.to(self.device)
         self._replica = replica_of(self.model, mesh, shard)
-        self.train_tokens = tokens[:train_size].to(self.device)
-        self.held_out_tokens = tokens[train_size:][: settings.held_out_limit].to(self.device)
+        self.train_tokens = tokens[:split].to(self.device)
+        self.held_out_tokens = tokens[split:][: settings.held_out_limit].to(self.device)
         self.optimizer = _optimizer_of(self.model, settings)
         self.generator = torch.Generator(self.device).manual_seed(settings.seed)
         self.step = 0
@@ -346,38 +346,6 @@ def _optimizer_of(model: nn.Module, settings: TrainingSettings) -> torch.optim.A
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, settings.beta2), fused=True)
-
-
-def _train_size(tokens: Tensor, settings: TrainingSettings) -> int:
-    """How many of the tokens, from the first on, are trained on."""
-    check_tensor("tokens", tokens)
-    if tokens.dtype is torch.bool or tokens.is_floating_point() or tokens.is_complex():
-        raise TypeError(f"tokens must be integers; got {describe(tokens)}")
-    if tokens.dim() != 1:
-        raise ValueError(f"tokens must have shape (N,); got {tuple(tokens.shape)}")
-    train_size = len(tokens) - int(len(tokens) * settings.held_out)
-    if min(train_size, len(tokens) - train_size) <= settings.chunk_length:
-        least = math.ceil((settings.chunk_length + 1) / min(settings.held_out, 1 - settings.held_out))
-        raise ValueError(
-            f"the text is too short: a chunk of {settings.chunk_length} tokens, and a share of "
-            f"{settings.held_out} held out, need about {least} tokens; got {len(tokens)}"
-        )
-    return train_size
-
-
-def _check_share(settings: TrainingSettings, share: Share, accumulate: int) -> None:
-    """Raise ValueError unless every process has a row of each micro-batch, and a step of each chunk."""
-    rows = accumulate * share.rows_of
-    if rows > settings.batch_size:
-        raise ValueError(
-            f"batch_size must be at least {rows}, a row for each of {accumulate} parts on {share.rows_of} processes; "
-            f"got {settings.batch_size}"
-        )
-    if share.steps_of > settings.chunk_length:
-        raise ValueError(
-            f"chunk_length must be at least {share.steps_of}, the processes that share a chunk; "
-            f"got {settings.chunk_length}"
-        )
 
 
 def _dropout_name(rank: int) -> str:
