@@ -10,7 +10,7 @@ from torch import Tensor
 from ostinato.kernels import nvrtc
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent import reference
-from ostinato.kernels.persistent.interface import Kernels, KernelsInPortions, KernelsOfCPU
+from ostinato.kernels.persistent.interface import Kernels, KernelsOfCPU, KernelsOfGPU
 from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 from ostinato.kernels.precision import layers_round
@@ -28,8 +28,8 @@ def _kernels_on(device_type: str) -> Kernels:
     if device_type == "cuda":
         from ostinato.kernels.persistent import cuda
 
-        in_portions: KernelsInPortions = cuda
-        return in_portions
+        kernels: KernelsOfGPU = cuda
+        return kernels
     return _kernels_of_cpu() if device_type == "cpu" else reference
 
 
@@ -73,9 +73,9 @@ def layers_at_once(mask_hh: Tensor | None, call: Call, layers: int) -> int:
     return _dense_at_once(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _at_once(mask_hh, *key))
 
 
-def in_portions(kernels: Kernels) -> KernelsInPortions:
-    """The kernels of a device of IN_WAVES as what they are."""
-    return cast(KernelsInPortions, kernels)
+def in_portions(kernels: Kernels) -> KernelsOfGPU:
+    """The kernels of a device of IN_WAVES as what they are, a GPU's."""
+    return cast(KernelsOfGPU, kernels)
 
 
 def is_captured(device: torch.device) -> bool:

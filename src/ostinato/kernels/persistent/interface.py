@@ -94,8 +94,11 @@ class Kernels(Protocol):
         """
 
 
-class KernelsInPortions(Kernels, Protocol):
-    """Those of a device of IN_WAVES: stacked layers run at the same time, each on another portion of the steps."""
+class KernelsOfGPU(Kernels, Protocol):
+    """What only a GPU has: several layers at the same time.
+
+    Stacked layers run in a wavefront, each on another portion of the steps; both directions of one in a single launch.
+    """
 
     def layers_at_once(
         self, call: Call, layers: int, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: bool, /
