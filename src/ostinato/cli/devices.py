@@ -41,8 +41,9 @@ def choose_device(name: str) -> "torch.device":
 
 @contextmanager
 def joined_job(name: str) -> "Iterator[torch.device]":
-    """This process's device; of the processes that torchrun started each has its own, and for the block they are one
-    job: a default process group, NCCL between GPUs and gloo between CPUs.
+    """This process's device; each of several that torchrun started has its own.
+
+    For the block they are one job: a default process group, NCCL between GPUs and gloo between CPUs.
 
     Raises ValueError if PyTorch cannot use the device here, or there are fewer than processes.
     """

@@ -107,8 +107,9 @@ class ParaGRU(_ParaLayers[Tensor]):
 
 
 class ParaLSTM(_ParaLayers[tuple[Tensor, Tensor]]):
-    r"""Stacked LSTM layers with diagonal recurrent matrices, peepholes, and one gate for input and forgetting
-    (section 3.1 of Danieli et al. 2025, arXiv 2510.21450).
+    r"""Stacked LSTM layers with diagonal recurrent matrices (section 3.1 of Danieli et al. 2025, arXiv 2510.21450).
+
+    They have peepholes, and one gate for input and forgetting:
 
     .. math::
         f_t = \sigma(a_f \odot h_{t-1} + p_f \odot c_{t-1} + B_f x_t + b_f), \quad

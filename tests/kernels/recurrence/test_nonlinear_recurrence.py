@@ -210,8 +210,7 @@ def test_transforms_compilation_and_export(cell):
 @pytest.mark.parametrize("backend", ["cpu", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("cell", "time_first"), list(zip(CELLS, (False, True), strict=True)))
 def test_sequences_side_by_side(cell, time_first, backend):
-    """In one tensor, whose gradient lies as it does, and the parameters in another: the same, by every way of
-    differentiating."""
+    """In one tensor, whose gradient lies as it does, and the parameters in another, in every derivative."""
     torch.manual_seed(0)
     device = "cuda" if backend == "cuda" else "cpu"
     initial, arguments = inputs(cell, 3, 29, 7, device=device)

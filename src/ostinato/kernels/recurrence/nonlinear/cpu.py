@@ -115,8 +115,10 @@ def steps_backward(
     grads_last: Sequence[Tensor | None],
     of_sequences: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor] | None]:
-    """Gradients of the parameters, (parameters, D), widened, and of the initial states (None if there are none); writes
-    those of the sequences."""
+    """Gradients of the parameters, (parameters, D), widened, and of the initial states (None if there are none).
+
+    Those of the sequences are written to ``of_sequences``.
+    """
     trace, sequences, parameters, h0, order = call
     like = sequences[0]
     dtype, shape = compute_dtype(like), (order.sequences(like), like.shape[2])

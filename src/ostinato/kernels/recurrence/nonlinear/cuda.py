@@ -116,8 +116,10 @@ def steps_backward(
     grads_last: Sequence[Tensor | None],
     of_sequences: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor] | None]:
-    """Gradients of the parameters, (parameters, D), widened, and of the initial states (None if there are none); writes
-    those of the sequences."""
+    """Gradients of the parameters, (parameters, D), widened, and of the initial states (None if there are none).
+
+    Those of the sequences are written to ``of_sequences``.
+    """
     trace, sequences, parameters, h0, order = call
     inputs = _with_equal_strides(sequences)
     like = inputs[0]
@@ -206,8 +208,11 @@ class _Launches:
         _compile_ahead(self._trace, self._like.get_device(), chunked, differentiated, self._like.dtype, *how)
 
     def boundaries(self) -> _Boundaries:
-        """Memory for all chunks, zero: their first and last states, the derivatives of the latter with respect to the
-        former, and which channels are done."""
+        """Memory for all chunks, zero.
+
+        It holds their first and last states, the derivatives of these with respect to those, and which channels are
+        done.
+        """
         states = self._trace.states
         size = self.sequences * self.chunks * states * self.channels
         marks = -(-self.sequences * self.channels // self.compute.itemsize)
