@@ -14,7 +14,7 @@ from ostinato.kernels import export
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence, step_of
 from ostinato.kernels.recurrence.nonlinear.sequential import sequential
-from ostinato.kernels.recurrence.symbolic.trace import following, trace
+from ostinato.kernels.recurrence.symbolic.tracer import following, trace
 from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.replay import recording

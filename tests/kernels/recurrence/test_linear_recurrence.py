@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from ostinato.diagonal import rg_lru as griffin
 from ostinato.kernels.recurrence.linear.element import print_element
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
-from ostinato.kernels.recurrence.symbolic.trace import trace
+from ostinato.kernels.recurrence.symbolic.tracer import trace
 
 BACKENDS = ("reference", "torch", "cpu")
 ON_DEVICES = (*BACKENDS, pytest.param("cuda", marks=pytest.mark.gpu))

@@ -10,7 +10,7 @@ import ostinato
 from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence
-from ostinato.kernels.recurrence.symbolic.trace import trace
+from ostinato.kernels.recurrence.symbolic.tracer import trace
 
 BACKENDS = ["cpu", "torch", "reference"]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2}

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from ostinato.kernels.recurrence.symbolic.builder import Builder
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
-from ostinato.kernels.recurrence.symbolic.trace import parse, trace
+from ostinato.kernels.recurrence.symbolic.trace import parse
+from ostinato.kernels.recurrence.symbolic.tracer import trace
 
 FUNCTIONS = {
     "arithmetic": lambda x, y: (x + 2 * y - 1, (1 - x) / (y * y + 1)),

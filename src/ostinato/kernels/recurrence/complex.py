@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence
-from ostinato.kernels.recurrence.symbolic.trace import trace
+from ostinato.kernels.recurrence.symbolic.tracer import trace
 from ostinato.kernels.scan import Order, choose_backend
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.kernels.scan.torch_ops import TorchBackend

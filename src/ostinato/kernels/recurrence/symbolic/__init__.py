@@ -1,7 +1,8 @@
 """An elementwise PyTorch function as graphs of scalar operations, of its values and its derivatives.
 
 =================  =======================================================
-``trace.py``       a function traced to graphs
+``tracer.py``      a function traced, as it runs on small tensors
+``trace.py``       its trace: graphs of its values and derivatives
 ``aten.py``        PyTorch's operations as scalar operations
 ``scalar.py``      nodes of a graph, written as formulas
 ``builder.py``     a graph under construction, simplified as nodes are added
