@@ -17,7 +17,7 @@ from ostinato.kernels.scan.cuda.chained import (
 )
 from ostinato.kernels.scan.cuda.criteria import FILLED, FULL, LINEAR, Criteria
 from ostinato.kernels.scan.cuda.geometry import Geometry
-from ostinato.kernels.scan.cuda.narrow import chain_narrow, leaves_processors_idle, stream_narrow
+from ostinato.kernels.scan.cuda.narrow import chain_narrow, narrow_leaves_processors_idle, stream_narrow
 from ostinato.kernels.scan.cuda.streaming import (
     stream,
     stream_alone,
@@ -53,7 +53,7 @@ def _leaves_processors_idle(scan: Criteria, streaming: Geometry) -> bool:
     if streaming.cluster > 1:
         return False
     if streaming.narrow:
-        return leaves_processors_idle(scan, streaming)
+        return narrow_leaves_processors_idle(scan, streaming)
     few = scan.sequences * scan.channels < 32 * processors and scan.steps > 8 * streaming.tile
     if few and scan.element in LINEAR and chain_narrow(scan):
         return True

@@ -91,7 +91,7 @@ def _bank_conflicts(geometry: Geometry, itemsize: int) -> int:
     return max(Counter(word % 32 for word in words).values()) - 1
 
 
-def leaves_processors_idle(scan: Criteria, streaming: Geometry) -> bool:
+def narrow_leaves_processors_idle(scan: Criteria, streaming: Geometry) -> bool:
     """Whether narrow sequences are too few for all multiprocessors, and so long that blocks had better share them."""
     processors = scan.device.processors
     waves = scan.sequences / (streaming.resident * processors)
