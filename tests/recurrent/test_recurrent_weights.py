@@ -3,6 +3,7 @@
 import copy
 import multiprocessing
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -275,6 +276,57 @@ def test_weights_in_the_private_list_count_as_in_torch(kind, steps):
         assert_same_gradients(layer, other, x, hx)
     copied = copy.deepcopy(layer)
     assert_same(copied(x, hx), other(x, hx), 1e-12)
+
+
+def scaling(base):
+    """A class that scales recurrent weights in the list that ``torch.nn`` makes of them, as adapters add to them."""
+
+    class Scaling(base):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.scale = nn.Parameter(torch.tensor(1.5, dtype=self.weight_hh_l0.dtype))
+            self.draw = False
+            self._init_flat_weights()
+
+        def _init_flat_weights(self):
+            super()._init_flat_weights()
+            if hasattr(self, "scale"):
+                scale = self.scale * torch.rand(()) if self.draw else self.scale
+                weights = zip(self._flat_weights, self._flat_weights_names, strict=True)
+                self._flat_weights = [scale * weight if "_hh_" in name else weight for weight, name in weights]
+                self._flat_weight_refs = [weakref.ref(weight) for weight in self._flat_weights]
+
+    return Scaling
+
+
+@by("as planned", "reference")
+@pytest.mark.parametrize("steps", [1, 4, 30])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_a_private_list_that_a_class_computes_counts_as_in_torch(kind, steps):
+    layer = scaling(getattr(ostinato, kind))(5, 16, 2, dtype=torch.float64)
+    other = scaling(getattr(nn, kind))(5, 16, 2, dtype=torch.float64)
+    layer.load_state_dict(other.state_dict())
+    x, hx = inputs(layer, 3, steps)
+    for scale in (1.5, 0.5):
+        with torch.no_grad():
+            layer.scale.fill_(scale)
+            other.scale.fill_(scale)
+            assert_same(layer(x, hx), other(x, hx), 1e-12)
+        assert_same_gradients(layer, other, x, hx)
+
+
+@by("as planned")
+@pytest.mark.parametrize("steps", [1, 4, 60])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_a_sequence_has_one_draw_of_a_private_list(kind, steps):
+    layer, expected = scaling(getattr(ostinato, kind))(5, 16), getattr(nn, kind)(5, 16)
+    x, hx = inputs(layer, 1, steps)
+    layer.draw = True
+    with torch.no_grad():
+        result = layer(x, hx)
+        for weight, drawn in zip(expected.parameters(), layer._flat_weights, strict=True):
+            weight.copy_(drawn)
+        assert_same(result, expected(x, hx), 1e-6)
 
 
 @pytest.mark.parametrize("density", [None, 0.5])

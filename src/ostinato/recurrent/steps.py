@@ -131,7 +131,7 @@ class StepLayers(MaskedLayers, Generic[State]):
         """A short sequence without gradients, one step after the other; None where that is slower or does not apply."""
         if not x.is_cpu or self._buffers or self._path is not None or recording() is not None:
             return None
-        if "parametrizations" in self._modules:  # each step would compute the weights anew, and may get others
+        if "parametrizations" in self._modules or self._computes_list():  # each step would, anew, and may get others
             return None
         batch = x.shape[1 - time] if x.dim() == 3 else 1
         if x.shape[time] > most_single_steps("cpu", self.mode.lower(), self.hidden_size, batch, x.dtype):

@@ -96,16 +96,30 @@ class MaskedLayers(TorchLayers):
         """The tensors in ``_flat_weights``, where a subclass or a caller has put others there; else `weights`.
 
         They count, as in ``torch.nn``, while the parameters are those of which the module made its own list.  Otherwise
-        it is that list, and old: parameters were replaced without it, or are computed at each read.
+        it is that list, and old: parameters were replaced without it, or are computed at each read.  A subclass that
+        computes the list, not the parameters, does so anew.
         """
+        if not self._is_list_of(weights):
+            if not self._computes_list():
+                return weights
+            self._init_flat_weights()
+        listed: list[Any] = self._flat_weights
+        return list(listed)
+
+    def _is_list_of(self, weights: list[Tensor]) -> bool:
+        """Whether the module made its list of these, which it holds unless others were put into their place."""
         listed: list[Any] = self._flat_weights
         references = self._flat_weight_refs
         if not len(weights) == len(listed) == len(references) or not all(isinstance(x, Tensor) for x in listed):
-            return weights
+            return False
         for weight, other, reference in zip(weights, listed, references, strict=True):
             if weight is not other and (reference is None or reference() is not weight):
-                return weights
-        return list(listed)
+                return False
+        return True
+
+    def _computes_list(self) -> bool:
+        """Whether a subclass makes the list of other tensors than the parameters, as adapters of low rank are added."""
+        return type(self)._init_flat_weights is not nn.RNNBase._init_flat_weights
 
     def _check_shapes(self, weights: list[Tensor]) -> None:
         """Raise ValueError for a parameter that was replaced by a tensor of another shape."""
