@@ -315,6 +315,34 @@ def test_a_private_list_that_a_class_computes_counts_as_in_torch(kind, steps):
         assert_same_gradients(layer, other, x, hx)
 
 
+def calling_torch(base):
+    """A class with a forward of its own, which reads the list of weights as ``torch.nn``'s does."""
+
+    class CallingTorch(base):
+        def forward(self, input, hx):
+            self._update_flat_weights()
+            how = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional, self.batch_first
+            function = getattr(torch._VF, self.mode.lower())
+            output, *states = function(input, hx, self._flat_weights, *how)
+            return output, tuple(states) if self.mode == "LSTM" else states[0]
+
+    return CallingTorch
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_a_forward_that_reads_the_private_list_finds_the_weights_of_the_call(kind):
+    layer, other = (calling_torch(getattr(where, kind))(5, 16, 2, dtype=torch.float64) for where in (ostinato, nn))
+    layer.load_state_dict(other.state_dict())
+    x, hx = inputs(layer, 3)
+    weights = {name: 1.5 * weight for name, weight in other.state_dict().items()}
+    expected = torch.func.functional_call(other, weights, (x, hx))
+    assert_same(torch.func.functional_call(layer, weights, (x, hx)), expected, 1e-12)
+    assert_same(layer(x, hx), other(x, hx), 1e-12)
+    for module in (layer, other):
+        nn.utils.parametrizations.weight_norm(module, "weight_hh_l0")
+    assert_same_gradients(layer, other, x, hx)
+
+
 @by("as planned")
 @pytest.mark.parametrize("steps", [1, 4, 60])
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])

@@ -46,7 +46,7 @@ class TorchLayers(nn.RNNBase):
                     module = self._copied(training=True, dropout=0.0)
             if isinstance(input, Tensor) and self._fits(input, hx, weights[0]):
                 return module._call_torch(input, hx, weights)
-            module = module._copied(_flat_weights=weights)
+            module = module._copied(_flat_weights=weights, _update_flat_weights=_left_as_it_is)
             if self.mode == "LSTM" and isinstance(input, PackedSequence):
                 module._check_packed(input, hx)
         return super(TorchLayers, module).forward(input, hx)
@@ -124,11 +124,6 @@ class TorchLayers(nn.RNNBase):
         """The channels of h and of an LSTM's c."""
         return self.proj_size or self.hidden_size, self.hidden_size
 
-    def _update_flat_weights(self) -> None:
-        """Refresh the module's own list, which only compiled calls read; ``torch.nn`` does it at every call."""
-        if torch.compiler.is_compiling():
-            super()._update_flat_weights()
-
     def flatten_parameters(self) -> None:
         """Put the weights into one buffer for cuDNN; see :func:`flatten_weights`."""
         flatten_weights(self)
@@ -150,6 +145,10 @@ def flatten_weights(layer: nn.RNNBase) -> None:
 
 def _is_bfloat16_of_cudnn(weight: Any) -> bool:
     return isinstance(weight, Tensor) and weight.dtype is torch.bfloat16 and torch.cudnn_is_acceptable(weight)
+
+
+def _left_as_it_is() -> None:
+    """In place of ``torch.nn``'s, which would make the list of the weights of a call anew."""
 
 
 @functools.cache
