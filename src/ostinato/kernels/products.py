@@ -78,8 +78,8 @@ class Product(NamedTuple):
 class Products:
     """Prepared products of tensors of a dtype, float32 or of 16 bits, on a GPU; called with the tensors.
 
-    They come in groups, each of which is computed as it would be alone, to the same bits.  ``rounds`` says whether float32
-    may be rounded to tf32.
+    They come in groups, each of which is computed as it would be alone, to the same bits.  ``rounds`` says whether
+    float32 may be rounded to tf32.
     """
 
     def __init__(self, groups: Sequence[Sequence[Product]], dtype: torch.dtype, rounds: bool, device: int) -> None:
