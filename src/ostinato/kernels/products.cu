@@ -38,8 +38,9 @@ struct Slab {
     }
 };
 
-// Offsets in a slab of a lane's numbers that are not vectors: of row lane / 4, and every eighth from there, and place
-// `places * (lane % 4)`, and others that differ in bits that this has not.  All are of four, and constants.
+// Where a lane's single numbers are in a slab.  The first is at row lane / 4 and place `places * (lane % 4)`, the
+// others a multiple of eight rows and some places further, in whose number no bit is set that the first's place has.
+// All are one of four offsets and a constant, which the compiler does not find by itself.
 struct Offsets {
     int of[4];
 
@@ -49,7 +50,6 @@ struct Offsets {
         for (int i = 0; i < 4; ++i) of[i] = quarter * places * TILE + lane / 4 + 8 * (quarter ^ i);
     }
 
-    // `further` places and rows on.
     __device__ int at(int further, int rows) const {
         return of[((further ^ further >> 2) & 3) ^ rows / 8] + further * TILE;
     }

@@ -79,8 +79,8 @@ def test_the_products_of_gradients_are_those_of_the_layer(cell, h0, reverse):
         batch, _, channels, hidden = size
         names = "x", "weight_ih", "weight_hh", "bias_ih", "bias_hh"
         results = [torch.full_like(getattr(given, name), float("nan")) for name in names]
-        shape = len(h), batch, batch, hidden, channels
-        described = small.products_of_gradients(cell, 1, *shape, True, reverse, h0, names)
+        sizes = small.Sizes(len(h), channels, hidden, batch, batch, True, reverse, h0, names)
+        described = small.products_of_gradients(cell, 1, sizes)
         of_another = [None] * 11
         computed(described, [*of_another, found[0], found[3], given.x, given.weight_ih, h, given.h0, *results])
         expected = dict(zip(DIFFERENTIABLE, separate(given, h, found, ALL), strict=True))

@@ -4,8 +4,7 @@ Launched one after the other, they take the host longer than a GPU.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +59,20 @@ def _linear(
     return Products(each, dtype, rounds, device)
 
 
+class Sizes(NamedTuple):
+    """What the products of the gradients of one direction of a layer depend on."""
+
+    rows: int  # of the input
+    channels: int
+    hidden: int
+    batch: int
+    parts: int  # rows of the totals
+    shifted: bool  # whether h are the states after each step, not those before
+    reverse: bool
+    starts: bool  # whether there is an h0
+    made: tuple[str, ...]  # the gradients, of _PRODUCTS
+
+
 def gradients(rounds: bool, *directions: tuple[Arguments, Tensor, Found, int]) -> list[tuple[Tensor | None, ...]]:
     """Those of the DIFFERENTIABLE inputs of one direction of a layer, or of both.
 
@@ -68,7 +81,7 @@ def gradients(rounds: bool, *directions: tuple[Arguments, Tensor, Found, int]) -
     """
     each = [_of_direction(*direction) for direction in directions]
     how = tuple([own for own, _, _ in each])
-    if any(made for *_, made in how):
+    if any(own.made for own in how):
         given, h, *_ = directions[0]
         run = _prepared(given.cell, how, h.dtype, rounds, h.get_device())
         run(*[x for _, tensors, _ in each for x in tensors])
@@ -77,7 +90,7 @@ def gradients(rounds: bool, *directions: tuple[Arguments, Tensor, Found, int]) -
 
 def _of_direction(
     given: Arguments, h: Tensor, found: Found, needed: int
-) -> tuple[tuple, list[Tensor | None], tuple[Tensor | None, ...]]:
+) -> tuple[Sizes, list[Tensor | None], tuple[Tensor | None, ...]]:
     """What :func:`products_of_gradients` is asked for, its tensors, and the gradients, which they will be among."""
     of_gates, of_h0, of_c0, totals = found
     x, weight, h0 = given.x.contiguous(), given.weight_ih.contiguous(), given.h0
@@ -90,41 +103,24 @@ def _of_direction(
         name: h.new_empty(getattr(given, name).shape) for name in _PRODUCTS if needed & _BITS[name]
     }
     (rows, hidden), parts, channels = h.shape, totals.shape[0], x.shape[1]
-    how = rows, given.batch, parts, hidden, channels, shifted, given.reverse, h0 is not None, (*made,)
+    how = Sizes(rows, channels, hidden, given.batch, parts, shifted, given.reverse, h0 is not None, (*made,))
     tensors = [of_gates, totals, x, weight, h, h0, *map(made.get, _PRODUCTS)]
     made |= {"h0": of_h0, "c0": of_c0}
     return how, tensors, tuple([made[name] if needed & bit else None for name, bit in _BITS.items()])
 
 
 @functools.lru_cache(4096)
-def _prepared(cell: str, directions: tuple[tuple, ...], dtype: torch.dtype, rounds: bool, device: int) -> Products:
-    each = [products_of_gradients(cell, number, *how) for number, how in enumerate(directions)]
+def _prepared(cell: str, directions: tuple[Sizes, ...], dtype: torch.dtype, rounds: bool, device: int) -> Products:
+    each = [products_of_gradients(cell, number, own) for number, own in enumerate(directions)]
     return Products(each, dtype, rounds, device)
 
 
-def products_of_gradients(
-    cell: str,
-    number: int,
-    rows: int,
-    batch: int,
-    parts: int,
-    hidden: int,
-    channels: int,
-    shifted: bool,
-    reverse: bool,
-    starts: bool,
-    made: Sequence[str],
-) -> list[Product]:
-    """Those of the gradients `made`, of tensors in the order of :func:`_of_direction`.
+def products_of_gradients(cell: str, number: int, sizes: Sizes) -> list[Product]:
+    """Those of a direction, of tensors in the order of :func:`_of_direction`.
 
-    Args:
-        number: 0, or 1 of the second direction, whose tensors come after all of the first.
-        cell, rows, batch, hidden, channels, reverse: the layer's; `rows` and `channels` are its input's.
-        parts: the rows of the totals.
-        shifted: whether h are the states after each step, not those before.
-        starts: whether there is an h0.
-        made: of x, weight_ih, weight_hh, bias_ih and bias_hh.
+    `number` is 0, or 1 of the second direction, whose tensors come after all of the first.
     """
+    rows, channels, hidden, batch, parts, shifted, reverse, starts, made = sizes
     of_gates, totals, x, weight, h, h0, *results = range(number * _TENSORS, (number + 1) * _TENSORS)
     out = dict(zip(_PRODUCTS, results, strict=True))
     gru = cell == "gru"
