@@ -57,7 +57,7 @@ bench: $(READY)
 	gpu=$$($(PYTHON) -c 'import torch; print(int(torch.cuda.is_available()))'); \
 	if [ $$gpu = 1 ]; then $(PYTHON) -m ostinato bench warm; else quick=--quick; fi; \
 	for kind in $(KINDS); do $(PYTHON) -m ostinato bench $$kind $$quick --json $(RESULTS) || failed=1; done; \
-	$(PYTHON) -m ostinato bench seeds $$quick --json $(RESULTS) || failed=1; \
+	$(PYTHON) -m ostinato bench papers $$quick --json $(RESULTS) || failed=1; \
 	$(PYTHON) -m ostinato bench profile $(LAYER) --json $(RESULTS) || failed=1; \
 	if [ $$gpu = 1 ]; then \
 		$(PYTHON) -m ostinato bench profile $(LAYER) --contestant 'Ostinato, time loop' \

@@ -36,7 +36,7 @@ LEARNED: dict[str, Callable[[str], str]] = {
     "learning-bits-gpu": learning.bits,
 }
 PLOTS: dict[str, Callable[[Record], Any]] = {
-    **{f"seeds-{name}-gpu": partial(papers.plot_of, name) for name in papers.SWEEPS},
+    **{f"papers-{name}-gpu": partial(papers.plot_of, name) for name in papers.SWEEPS},
     **dict.fromkeys(LEARNED, learning_plots.figure_of),
     "tinyshakespeare-gpu": plots.curve_of,
     "scan-gpu": plots.comparison_of,
@@ -78,7 +78,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **of_device("cpu"),
     "claims": papers.claims,
     "cpu-or-gpu": partial(papers.cpu_or_gpu, "mingru"),
-    **{f"seeds-{name}": partial(papers.sweep, name) for name in papers.SWEEPS},
+    **{f"papers-{name}": partial(papers.sweep, name) for name in papers.SWEEPS},
     "recurrence-gpu": partial(comparison, "recurrence-gpu", share, unit="bytes"),
     "recurrence-layers-gpu": partial(comparison, "recurrence-gpu", milliseconds, limit=True, unit="flops"),
     "recurrence-cpu": partial(comparison, "recurrence-cpu", milliseconds),
@@ -91,7 +91,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "persistent-ladder": partial(kernels.ladder, "persistent-gpu"),
     "persistent-cpu": partial(layers, "persistent-cpu"),
     "ablation": partial(kernels.ablation, "ablation-gpu"),
-    "capacity": partial(papers.capacities, "seeds-capacity-cpu"),
+    "capacity": partial(papers.capacities, "papers-capacity-cpu"),
     "training": partial(
         layers,
         "training-gpu",

@@ -50,7 +50,7 @@ def test_every_table_and_plot_is_shown():
 
 
 def test_every_published_figure_appears():
-    pages = {name: tables.table_of(f"seeds-{name}") for name in papers.SWEEPS}
+    pages = {name: tables.table_of(f"papers-{name}") for name in papers.SWEEPS}
     published = [
         (name, label, value)
         for name, sweep in papers.SWEEPS.items()

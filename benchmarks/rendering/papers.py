@@ -14,7 +14,7 @@ SWEEPS = {sweep.name: sweep for sweep in papers.sweeps(quick=False)}
 
 def swept(name: str) -> Record:
     """A run of the sweep of this name, with what is said of it."""
-    return SWEEPS[name].shown(runs.load(f"seeds-{name}-gpu"))
+    return SWEEPS[name].shown(runs.load(f"papers-{name}-gpu"))
 
 
 def sweep(name: str) -> str:
@@ -22,8 +22,8 @@ def sweep(name: str) -> str:
     grid = report.sweep(content)
     if SWEEPS[name].together:
         grid.notes.append(f"CPU: {content.get('processor', 'of that machine')}, {content['threads']} threads.")
-    plot = runs.plot(f"seeds-{name}-gpu", content["title"])
-    return f"**{content['title']}.**\n\n{runs.sourced(grid, f'seeds-{name}-gpu')}\n{plot}"
+    plot = runs.plot(f"papers-{name}-gpu", content["title"])
+    return f"**{content['title']}.**\n\n{runs.sourced(grid, f'papers-{name}-gpu')}\n{plot}"
 
 
 def cpu_or_gpu(cell: str) -> str:
@@ -35,7 +35,7 @@ def cpu_or_gpu(cell: str) -> str:
         [f"{points[0]['x']:,}", *(figures(1e3 * point["value"]) for point in points)]
         for points in zip(*lines, strict=True)
     ]
-    run = f"seeds-transfer-{cell}-gpu"
+    run = f"papers-transfer-{cell}-gpu"
     what = f"Microseconds of {content['title'].partition(':')[0]}."
     processor = f"CPU: {runs.load(run)['processor']}, {runs.load(run)['threads']} threads."
     return runs.table(run, ["steps", *labels], rows, what, processor)
@@ -56,7 +56,7 @@ Claims = Iterator[list[str]]  # what is claimed, what was published, and what a 
 def claims() -> str:
     """Every claim of the papers and projects behind this library, by the number that its page gives them."""
     rows = [*_of_min_rnns(), *_of_sparse_persistent_rnns(), *_of_cuda_rnn(), *_of_the_course_project()]
-    names = [f"seeds-{name}-gpu" for name in SWEEPS if name not in ("batch", "steps")]
+    names = [f"papers-{name}-gpu" for name in SWEEPS if name not in ("batch", "steps")]
     names += ["networks-gpu"] * runs.measured("networks-gpu")
     return runs.sourced(Grid(["claim", "published", "here"], rows), *names)
 

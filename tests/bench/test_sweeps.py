@@ -86,7 +86,7 @@ def test_a_kernel_that_the_plan_chooses_has_the_plans_time():
     assert report.dashes([record]) == []
 
 
-def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
+def test_papers_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
     tables = [
         small_lengths(),
         Sweep(
@@ -100,8 +100,8 @@ def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
         Sweep("batch", "on a GPU", "batch", "B", {"cuda": [GRU]}, unit="us a step"),
     ]
     monkeypatch.setattr(papers, "sweeps", lambda quick: tables)
-    bench_app(["seeds", "--device", "cpu", "--json", str(tmp_path)], standalone_mode=False)
-    written = {path.name.removeprefix("seeds-").split("-")[0]: path for path in tmp_path.glob("*.json")}
+    bench_app(["papers", "--device", "cpu", "--json", str(tmp_path)], standalone_mode=False)
+    written = {path.name.removeprefix("papers-").split("-")[0]: path for path in tmp_path.glob("*.json")}
     assert set(written) == {"lengths", "steps", "batch", "capacity"}
     for name, path in written.items():
         content = json.loads(path.read_text())
@@ -122,4 +122,4 @@ def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
         assert limit["value"] == pytest.approx(1e6 * record["limit"]["seconds"] / length)
     assert "needs a CUDA device" in capsys.readouterr().out
     with pytest.raises(ValueError, match="only must be part of one of lengths-mingru, steps, batch, capacity; got 'x'"):
-        bench_app(["seeds", "--only", "x", "--json", str(tmp_path)], standalone_mode=False)
+        bench_app(["papers", "--only", "x", "--json", str(tmp_path)], standalone_mode=False)

@@ -98,7 +98,7 @@ def calls(
 
 
 @app.command()
-def seeds(
+def papers(
     quick: Annotated[bool, Option("--quick", help="Fewer and smaller sizes: ends within two minutes.")] = False,
     only: Annotated[str, Option(help="Only tables whose name contains this, or one of these: lengths,density.")] = "",
     device: Annotated[str, Option(help="auto for the CPU and the GPU if there is one, or cpu.")] = "auto",
@@ -121,10 +121,10 @@ def seeds(
     if not names:
         raise ValueError(f"only must be part of one of {', '.join((*tables, 'capacity'))}; got {only!r}")
     check_folder(json)
-    head = _content(console, "seeds", best, quick)
+    head = _content(console, "papers", best, quick)
     wrong: list[str] = []
     for name in names:
-        path = runs.path_for(json, f"seeds-{name}", best)
+        path = runs.path_for(json, f"papers-{name}", best)
         written, content = [path], head | {"table": name}
         with console.status(name):
             if name == "capacity":
