@@ -8,14 +8,26 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import ostinato
 from ostinato.kernels.persistent import backends, reference
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.recurrent import sequences
-from recurrent_layers import CELLS, assert_same, assert_same_gradients, by, flat, inputs, make, pruned, twin
+from recurrent_layers import (
+    CELLS,
+    assert_same,
+    assert_same_gradients,
+    by,
+    flat,
+    forget_calls,
+    inputs,
+    make,
+    pruned,
+    twin,
+)
 
 
 @by("as planned")
@@ -394,8 +406,30 @@ def test_a_call_runs_what_was_prepared_for_one_like_it(bidirectional, monkeypatc
         monkeypatch.setattr(sequences, name, None)
     for resets in (None, never):
         assert_same(layer(2 * x, hx, resets=resets), twin(layer)(2 * x, hx), 1e-6)
-    with pytest.raises(TypeError, match="NoneType"):
+    with pytest.raises(AttributeError, match="NoneType"):
         layer(x[:2], hx)
+
+
+@pytest.mark.parametrize("kind", ["first", "packed", "tied"])
+def test_eager_calls_do_without_the_dispatcher(kind, monkeypatch):
+    """Which takes the host longer than a small layer the GPU."""
+    layer, dispatched = ostinato.RNN(5, 8, 2), []
+    if kind == "tied":
+        layer.weight_ih_l1 = layer.weight_hh_l1
+    x, hx = inputs(layer, 3)
+    given = pack_padded_sequence(x, torch.tensor([len(x), 4, 2])) if kind == "packed" else x
+    forget_calls(monkeypatch)
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            dispatched.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    assert layer._kernels_for(given, [hx], list(layer._flat_weights), None).layers == {}
+    with Watched():
+        layer(given, hx)
+    assert any("recurrent_layer" in name for name in dispatched)
+    assert_same(layer(given, hx), twin(layer)(given, hx), 1e-6)
 
 
 @pytest.mark.parametrize("grad", [False, True])

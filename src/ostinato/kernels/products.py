@@ -20,7 +20,7 @@ ADDING = {1: 3.0, WARPS: 2.0, WARPS * CLUSTER: 4.0}  # what a tile takes beside 
 FULL = 2.0  # times as long takes a slab on a multiprocessor that has no room for more
 WAITING = 0.25  # of the work of all, for which the last ones wait
 _TENSORS, _PRODUCTS = 22, 14  # at most
-_ADDRESSES, _FACTOR, _PRODUCT = struct.Struct(f"{_TENSORS}Q"), struct.Struct("q3i4x"), struct.Struct("q8i")
+_ADDRESSES, _PRODUCT = struct.Struct(f"{_TENSORS}Q"), struct.Struct(4 * "q3i4x" + "q8i")
 
 
 class Factor(NamedTuple):
@@ -30,9 +30,6 @@ class Factor(NamedTuple):
     across: int  # elements from a row of the first factor, or a column of the second, to the next
     along: int  # the same along the summed dimension
     begin: int = 0  # its first element
-
-    def packed(self) -> bytes:
-        return _FACTOR.pack(self.begin, self.tensor, self.across, self.along)
 
 
 NOTHING = Factor(-1, 0, 0)
@@ -70,9 +67,9 @@ class Product(NamedTuple):
     def packed(self, sharers: int, cluster: int) -> bytes:
         firsts, seconds, sizes = zip(*self.pairs, *[(NOTHING, NOTHING, 0)] * (2 - len(self.pairs)), strict=True)
         bias = -1 if self.bias is None else self.bias
+        factors = [x for tensor, across, along, begin in (*firsts, *seconds) for x in (begin, tensor, across, along)]
         shape = self.rows, self.columns, self.blocks(sharers, cluster), sharers
-        numbers = self.begin, *sizes, self.out, bias, *shape
-        return b"".join(factor.packed() for factor in (*firsts, *seconds)) + _PRODUCT.pack(*numbers)
+        return _PRODUCT.pack(*factors, self.begin, *sizes, self.out, bias, *shape)
 
 
 class Products:
@@ -88,7 +85,7 @@ class Products:
         each = [pair for own in groups for pair in zip(own, sharers_of(own, cluster, processors), strict=True)]
         each.sort(key=lambda pair: -pair[0].summed / pair[1])  # the longest sums begin first
         packed = b"".join(product.packed(own, cluster) for product, own in each)
-        self._packed = packed.ljust(_PRODUCTS * (4 * _FACTOR.size + _PRODUCT.size), b"\0")
+        self._packed = packed.ljust(_PRODUCTS * _PRODUCT.size, b"\0")
         self._blocks = sum(product.blocks(own, cluster) for product, own in each)
         self._kernel, self._device = nvrtc.load_kernel("products", *source(dtype, rounds, cluster), device), device
 

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.eager import Prepared
+from ostinato.kernels.eager import Prepared, is_eager
 from ostinato.kernels.persistent.backends import IN_WAVES, is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.directions import recurrent_layers
 from ostinato.kernels.persistent.modes import can_take, count_operations, is_vmapped
@@ -34,11 +34,18 @@ class KernelCall(NamedTuple):
     autocast: torch.dtype | None
     training: bool  # whether gradients are needed
     at_once: int  # directions, or stacked layers, that run at the same time
-    layers: dict[int, Callable] | None = None  # who computes each layer, by index; None for calls not in `_CALLS`
+    layers: dict[int, Callable] | None = None  # who computes each layer, by index; None for PyTorch's dispatcher
 
 
 LEFT_TO_TORCH = KernelCall(batch=0, steps=0, autocast=None, training=False, at_once=0)
 """In place of a call that torch's kernels compute, whose arguments they take as they are."""
+
+
+def _run_eagerly(call: KernelCall | None, tensors: list[Tensor | None]) -> KernelCall | None:
+    """The call without PyTorch's dispatcher, if it is one of kernels and of nothing that needs the dispatcher."""
+    if call is None or call is LEFT_TO_TORCH or not is_eager(tensors):
+        return call
+    return call._replace(layers={})
 
 
 class SequenceLayers(MaskedLayers):
@@ -91,8 +98,12 @@ class SequenceLayers(MaskedLayers):
 
         None is for calls that torch's forward must check first: it raises the errors of invalid ones.
         """
-        if not isinstance(input, Tensor) or weights[0].is_meta or torch.compiler.is_compiling():
+        if weights[0].is_meta or torch.compiler.is_compiling():
             return self._find_kernels(input, states, weights, resets)
+        if isinstance(input, PackedSequence):  # whose lengths no key would have
+            return _run_eagerly(
+                self._find_kernels(input, states, weights, resets), [input.data, *weights, *states, resets]
+            )
         like, device, dtype = [input, *weights, *distinct(states)], weights[0].device, weights[0].dtype
         if resets is not None:
             like.append(resets)
@@ -105,7 +116,7 @@ class SequenceLayers(MaskedLayers):
         contents = [mask if mask is None else derived_from(mask, "contents", object) for mask in self._masks()]
         found: KernelCall | None = _CALLS.find(like, *how, *where, *contents)
         if found is None and (found := self._find_kernels(input, states, weights, resets)) is not None:
-            known = found if found is LEFT_TO_TORCH else found._replace(layers={})
+            found = known = _run_eagerly(found, like)
             _CALLS.add(lambda: known, like, *how, *where, *contents)
         return found
 

@@ -27,6 +27,9 @@ def planned_for_an_h100(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
     monkeypatch.setattr(cuda_launch, "kernels", lambda *_, **__: None)
     monkeypatch.setattr(nvrtc, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(
+        cuda_plan, "compile_kernels", cuda_launch.compile_kernels.__wrapped__
+    )  # which kernels() replaces
     for cached in (cuda_plan._plan_of_share, backends._plan_dense, wavefront.portions):
         cached.cache_clear()
     yield
@@ -294,6 +297,18 @@ def test_both_directions_are_one_launch_where_they_fit_at_once(planned_for_an_h1
     assert directions(512) == 1  # which are launched apart then
     assert asked == [2, 2, 1, 1]
     assert directions(3000) == 1  # each takes the whole device
+
+
+def test_a_plan_of_another_length_starts_no_compilation(planned_for_an_h100, monkeypatch):
+    """Nor the threads for one, which would take longer than a step."""
+    asked, compiled = [], cuda_launch.compile_kernels
+    monkeypatch.setattr(cuda_launch, "kernels", lambda *args: asked.append(args))
+    monkeypatch.setattr(cuda_plan, "compile_kernels", compiled)
+    for steps, count in ((100, 2), (101, 2), (None, 2)):
+        call = Call(torch.device("cuda", 0), "gru", 320, 3, bf16, True, steps=steps)
+        assert cuda_plan.make_plan(call, None, None).has_kernel
+        assert len(asked) == count
+    compiled.cache_clear()  # what has been compiled here is nothing
 
 
 @pytest.mark.parametrize("lasts", [False, True])

@@ -4,6 +4,7 @@ The models are linear in what a step reads, computes and waits for, with coeffic
 geometries.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -130,6 +131,7 @@ _MASKED = 1.14  # the cost factor of a dense kernel whose weights are multiplied
 _ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the block kernel waits for the state
 
 
+@functools.lru_cache(4096)
 def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     """The estimated time of a step of all sequences, for a layer that may be `pruned`."""
     if geometry.wide:

@@ -52,6 +52,7 @@ def kernels(geometry: Geometry, device: int, resets: bool, packed: bool, keeps: 
     return _Kernels(prepare, recur, properties.multi_processor_count)
 
 
+@functools.cache  # threads take longer to start than a step of a small layer, of which every length is planned
 def compile_kernels(
     device: int, resets: bool, packed: bool, keeps: bool, directions: int, *geometries: Geometry
 ) -> None:
