@@ -328,6 +328,22 @@ def test_a_trace_from_a_state_passes_torchs_check_of_it(cell):
     assert_same(traced(x, hx), layer(x, hx), 1e-6)
 
 
+@by("as planned")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_trace_of_few_steps_inside_a_model_passes_torchs_check_of_it(steps):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.gru = nn.Linear(5, 5), ostinato.GRU(5, 8)
+
+        def forward(self, x):
+            return self.gru(self.linear(x))
+
+    model, x = Model(), torch.randn(steps, 2, 5)
+    assert_same(torch.jit.trace(model, (x,))(x), model(x), 1e-6)
+
+
 @by("the CPU's")
 def test_export():
     layer = pruned("LSTM", 5, 16, bidirectional=True)

@@ -136,7 +136,7 @@ class StepLayers(MaskedLayers, Generic[State]):
         batch = x.shape[1 - time] if x.dim() == 3 else 1
         if x.shape[time] > most_single_steps("cpu", self.mode.lower(), self.hidden_size, batch, x.dtype):
             return None
-        if is_differentiated([x, *self._unmasked_weights(), *states_of(state)]):
+        if torch.jit.is_tracing() or is_differentiated([x, *self._unmasked_weights(), *states_of(state)]):
             return None
         outputs = []
         for x_t in x.unbind(time):
