@@ -43,9 +43,10 @@ def refuse_packed() -> None:
     raise NotImplementedError("packed sequences need this library where they run: export padded ones")
 
 
-def refuse_script(module: Any) -> Any:
+def refuse_script(module: Any, why: str = "") -> Any:
     """A module's ``__prepare_scriptable__``, which ``torch.jit.script`` calls before it reads the code."""
-    raise NotImplementedError(f"torch.jit.script cannot compile {type(module).__name__}: use torch.export.export")
+    kind = f"{type(module).__name__} {why}".rstrip()
+    raise NotImplementedError(f"torch.jit.script cannot compile {kind}: use torch.export.export")
 
 
 def loop(

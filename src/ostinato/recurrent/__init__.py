@@ -4,6 +4,7 @@
 ``layers.py``        the layers: their contract, and who computes a call
 ``sequences.py``     whole sequences by persistent kernels
 ``steps.py``         one step at a time
+``scripting.py``     whole sequences in TorchScript
 ``cells.py``         one step by torch's cells, which have gradients
 ``gradients.py``     those of one step by a kernel
 ``rows.py``          sequences as rows, whatever their layout

@@ -11,12 +11,12 @@ from torch._subclasses import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.checks import check_flags, check_integers, check_resets
-from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.backends import least_steps
 from ostinato.kernels.persistent.modes import is_vmapped
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.kernels.precision import autocast_dtype
 from ostinato.layers import LayerCall
+from ostinato.recurrent.scripting import OneState, ScriptedLayers, TwoStates
 from ostinato.recurrent.sequences import LEFT_TO_TORCH, SequenceLayers
 from ostinato.recurrent.steps import StepLayers
 from ostinato.recurrent.torch_layers import check_hidden
@@ -24,11 +24,23 @@ from ostinato.replay import recording
 from ostinato.states import State, hidden_of, states_of
 
 
-class _Recurrent(SequenceLayers, StepLayers[State]):
+def _without_qconfig(layer: nn.RNNBase) -> None:
+    raise AttributeError(f"{type(layer).__name__} has no qconfig")
+
+
+def _warn_unquantised(layer: nn.RNNBase, _: object) -> None:
+    if layer.mode in ("GRU", "LSTM"):  # torch.nn's RNN is left as it is too
+        warnings.warn(
+            f"torch.ao.quantization leaves ostinato's {type(layer).__name__} as it is; to quantise its weights, "
+            f"load them into a torch.nn.{layer.mode} first, with strict=False",
+            stacklevel=2,
+        )
+
+
+class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
     """Adds resets, and the choice of who computes, to ``torch.nn``'s layers."""
 
     __call__: LayerCall[State]
-    __prepare_scriptable__ = refuse_script
 
     def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None, *, resets: Tensor | None = None
@@ -116,16 +128,8 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
         except RuntimeError as error:
             return no_kernel(str(error).partition("\n")[0])
 
-    def _warn_unquantised(self, _: object) -> None:
-        if self.mode in ("GRU", "LSTM"):  # torch.nn's RNN is left as it is too
-            warnings.warn(
-                f"torch.ao.quantization leaves ostinato's {type(self).__name__} as it is; to quantise its weights, "
-                f"load them into a torch.nn.{self.mode} first, with strict=False",
-                stacklevel=2,
-            )
-
     # torch.ao.quantization sets a qconfig on every module, and skips those whose exact class it does not know.
-    qconfig = property(None, _warn_unquantised)
+    qconfig = property(_without_qconfig, _warn_unquantised)
 
     def _time(self, x: Tensor) -> int:
         """The dimension of steps."""
@@ -189,7 +193,7 @@ def _check_types(input: Any, hx: Any, lstm: bool) -> None:
     check_hidden("hx", hx, lstm)
 
 
-class RNN(_Recurrent[Tensor], nn.RNN):
+class RNN(_Recurrent[Tensor], OneState, nn.RNN):
     r"""Stacked Elman layers, a drop-in for :class:`torch.nn.RNN` that can be pruned.
 
     .. math:: h_t = \phi(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh}), \quad \phi = \tanh \text{ or relu}
@@ -201,6 +205,7 @@ class RNN(_Recurrent[Tensor], nn.RNN):
     call.  In float32 on a GPU, products may be rounded to tf32 if ``torch.backends.cudnn.rnn.fp32_precision`` says so,
     as it does by default for :class:`torch.nn.RNN` too.  See :func:`ostinato.prune`, which adds a buffer with the mask
     of each pruned weight, ``mask_hh_l{k}`` and ``mask_ih_l{k}``; ``load_state_dict`` makes them as needed.
+    ``torch.jit.script`` of a model compiles calls without ``resets``, to :class:`torch.nn.RNN`'s kernels.
 
     Episodes that end inside a sequence: ``forward(input, hx=None, *, resets=None)`` takes a bool tensor of
     the input's shape without features, (T, B), (B, T) with ``batch_first``, (T,) unbatched, or (rows,) as the data of a
@@ -243,7 +248,7 @@ class RNN(_Recurrent[Tensor], nn.RNN):
         super().__init__(*sizes, device=device, dtype=dtype)
 
 
-class GRU(_Recurrent[Tensor], nn.GRU):
+class GRU(_Recurrent[Tensor], OneState, nn.GRU):
     r"""Stacked gated recurrent units, a drop-in for :class:`torch.nn.GRU` that can be pruned; see :class:`RNN`.
 
     .. math::
@@ -280,7 +285,7 @@ class GRU(_Recurrent[Tensor], nn.GRU):
         super().__init__(*sizes, device=device, dtype=dtype)
 
 
-class LSTM(_Recurrent[tuple[Tensor, Tensor]], nn.LSTM):
+class LSTM(_Recurrent[tuple[Tensor, Tensor]], TwoStates, nn.LSTM):
     r"""Stacked LSTM layers, a drop-in for :class:`torch.nn.LSTM` that can be pruned; see :class:`RNN`.
 
     .. math::
