@@ -1,8 +1,17 @@
-"""How results of the CPU's loops are compared, and the layouts of their inputs."""
+"""How results of the CPU's loops are compared, the layouts of their inputs, and other names."""
 
 import torch
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+# What classes derived from layers may call attributes of their own.
+_WORDS = """
+    arguments at_once buffer cache call cell check_shapes computes copied device dropout fast fits frozen gates hidden
+    inputs is_frozen is_list_of kernel kernels keep_pruned layer layers listed lengths mask masks mode other outputs
+    parameter path plan recorded reset reset_state run scan shapes single_steps size sizes stack stack_of state
+    state_size state_sizes states step steps suffixes time total unmasked_weights weight weights zero_state
+"""
+PRIVATE_NAMES = [f"_{word}" for word in _WORDS.split()]
 
 
 def assert_close(got, expected, tolerance=None):

@@ -21,6 +21,7 @@ from ostinato.kernels import threads
 from ostinato.kernels.persistent.cpu import step as cpu_step
 from ostinato.models import LanguageModel
 from ostinato.recurrent.cells import by_cells
+from ostinato.recurrent.weights import weights_of
 from ostinato.replay import Recorder
 
 LAYERS = ("RNN", "GRU", "LSTM", "MinGRU", "MinLSTM")
@@ -70,7 +71,7 @@ def test_one_loop_for_a_step(cell, hidden, inputs, batch, monkeypatch):
         for parallel in (1 << 40, 0):
             monkeypatch.setattr(threads, "PARALLEL", parallel)
             cpu_step._make.cache_clear()
-            y, after = layer._step(x, state, x.dim())
+            y, after = layer._fast_step(x, state, x.dim())
             results.append([y, *flat(after)])
         wide = tuple(s.double() for s in state) if cell == "LSTM" else state.double()
         right, last = exact(x.double()[None], wide)
@@ -94,7 +95,7 @@ def test_pruned_inputs_are_not_looked_at(block, inputs, hidden, batch):
             layer.get_parameter(name.replace("mask", "weight"))[~mask] = torch.nan
         state, (whole, last) = None, exact(x)
         for x_t, expected in zip(x, whole, strict=True):
-            assert layer._step(x_t, state, x_t.dim()) is not None
+            assert layer._fast_step(x_t, state, x_t.dim()) is not None
             y, state = layer.step(x_t, state)
             torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(state, last, rtol=0, atol=1e-12)
@@ -129,7 +130,7 @@ def test_steps_by_cells(cell):
     layer = ostinato.prune(getattr(ostinato, cell)(5, 16, 2), 0.5).double()
     x, state = torch.randn(3, 5, dtype=F64), [torch.randn(2, 3, 16, dtype=F64) for _ in range(1 + (cell == "LSTM"))]
     with torch.no_grad():
-        y, new = by_cells(layer.mode, 2, (3, 16), (2, 3, 16))(x, state, layer._weights())
+        y, new = by_cells(layer.mode, 2, (3, 16), (2, 3, 16))(x, state, weights_of(layer))
     ours = y, tuple(new)
     right = layer.step(x, tuple(state) if cell == "LSTM" else state[0])
     for one, other in zip([*flat(ours[1]), ours[0]], [*flat(right[1]), right[0]], strict=True):
@@ -233,7 +234,7 @@ def test_a_frozen_stepper_has_weights_of_its_own(cell, block, density, batch, dt
             with torch.no_grad():
                 layer.weight_hh_l0.mul_(2)
     assert not torch.allclose(live(x[0]), frozen(x[0]))
-    assert frozen._module._frozen  # what is tested here did run
+    assert frozen._module._frozen_kernels  # what is tested here did run
     mask = torch.arange(batch) == 0
     frozen.reset(mask)
     x[0, 0, 1] = torch.inf  # pruned weights take it too

@@ -14,6 +14,7 @@ from ostinato import cuda_graph
 from ostinato.checks import check_flags, check_integers, check_tensor, describe
 from ostinato.minimal import MinGRUCell, MinLSTMCell
 from ostinato.recurrent import GRU, LSTM, RNN
+from ostinato.recurrent.steps import freeze
 from ostinato.replay import Recorder, Unrepeatable
 
 
@@ -72,7 +73,7 @@ class Stepper:
             module = copy.deepcopy(module)
             for layer in module.modules():
                 if isinstance(layer, RNN | GRU | LSTM):
-                    layer.freeze()
+                    freeze(layer)
         self._module, self.batch_size = module, batch_size
         self._first = _initial_state(module, batch_size)
         more = _initial_state(module, batch_size + 1)

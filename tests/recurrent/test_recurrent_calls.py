@@ -35,8 +35,8 @@ def test_packed_sequences_of_one_length_are_planned_as_the_operator_takes_them(m
     """Without offsets: planned as packed, those of an LSTM that torch runs ended in the loop that defines it."""
     monkeypatch.setattr(reference, "forward", None)
     layer, planned = make("LSTM", 5, 272), []
-    plan = type(layer)._plan
-    monkeypatch.setattr(type(layer), "_plan", lambda self, *args: planned.append(plan(self, *args)) or planned[-1])
+    plan = type(layer)._plan_call
+    monkeypatch.setattr(type(layer), "_plan_call", lambda self, *args: planned.append(plan(self, *args)) or planned[-1])
     for lengths in ([12, 12], [12, 11]):
         x = pack_sequence([torch.randn(length, 5) for length in lengths])
         assert_same(layer(x), twin(layer)(x), 1e-6)
@@ -59,7 +59,7 @@ def test_kernels_are_compared_with_cudnns_only_if_these_would_run(monkeypatch):
     for enabled in (True, False):
         with torch.backends.cudnn.flags(enabled=enabled):
             for device in ("cuda", "cpu"):
-                layer._plan(torch.device(device), 4, torch.float32, False, 20)
+                layer._plan_call(torch.device(device), 4, torch.float32, False, 20)
     assert [call.compared for call in asked] == [True, True, False, True]
 
 

@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, get_overloads
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 import ostinato
+from comparisons import PRIVATE_NAMES
 from ostinato.kernels.persistent import backends, cpu
 from ostinato.kernels.persistent.plan import no_kernel
 from ostinato.recurrent import sequences, steps
@@ -480,7 +482,7 @@ def test_parametrized_weights():
 def test_weights_put_in_the_parameters_place(kernel, monkeypatch):
     """As FSDP2 does, which leaves torch.nn's list of them behind."""
     if not kernel:
-        monkeypatch.setattr(ostinato.GRU, "_plan", lambda *_: no_kernel("a test"))
+        monkeypatch.setattr(ostinato.GRU, "_plan_call", lambda *_: no_kernel("a test"))
     layer = ostinato.GRU(5, 8, 2, dtype=torch.float64)
     x, hx = inputs(layer, 3)
     for name in layer._flat_weights_names:
@@ -509,7 +511,7 @@ def errors_of_training(by_torch):
     with pytest.MonkeyPatch.context() as patch:
         forget_calls(patch)
         if by_torch:
-            patch.setattr(ostinato.GRU, "_plan", lambda *_: no_kernel("a test"))
+            patch.setattr(ostinato.GRU, "_plan_call", lambda *_: no_kernel("a test"))
         else:
             use_kernels(patch, cpu)
         x = torch.randn(5, 6, 4, 5, generator=torch.Generator().manual_seed(1))
@@ -560,3 +562,43 @@ def test_dynamic_quantisation_says_that_it_passes_over_a_layer():
     other.load_state_dict(model[1].state_dict(), strict=False)
     quantised, x = quantize_dynamic(nn.Sequential(other)), torch.randn(5, 3, 8)
     assert (quantised(x)[0] - model[1](x)[0]).abs().max() < 0.05
+
+
+@by("as planned")
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "dropout": 0.5}, {"bidirectional": True, "batch_first": True}]
+)
+@pytest.mark.parametrize("cell", CELLS)
+def test_derived_classes_may_have_private_names(cell, options):
+    layer = make(cell, 5, 8, **options)
+
+    class Derived(type(layer)):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            for name in PRIVATE_NAMES:
+                setattr(self, name, 0.5)
+
+        def freeze(self):
+            raise AssertionError("a method of its own")
+
+    layer = make(cell, 5, 8, where=SimpleNamespace(**{layer.__class__.__name__: Derived}), **options).eval()
+    other = twin(layer)
+    assert vars(layer)["_dropout"] == vars(layer)["_path"] == 0.5
+    for length in (1, 2, 40):
+        for packed in (False, True):
+            x, hx = inputs(layer, 3, length, packed)
+            with torch.no_grad():
+                assert_same(layer(x, hx), other(x, hx), 1e-6)
+            assert_same(layer(x, hx), other(x, hx), 1e-6)
+            assert_same_gradients(layer, other, x, hx, tolerance=1e-5)
+    x, hx = inputs(layer, 3, 40)
+    begins = torch.rand(x.shape[:2]) < 0.1
+    assert_same(layer(x, hx, resets=begins), type(layer).__base__.forward(layer, x, hx, resets=begins), 1e-6)
+    layer.plan(3)
+    ostinato.prune(layer, 0.5)
+    assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+    if not layer.bidirectional:
+        layer.step(x[0], hx)
+        stepper = ostinato.Stepper(layer, batch_size=3, frozen=True)
+        assert_same((stepper(x[0]), stepper.state), layer.step(x[0]), 1e-6)
+        assert_same((stepper(x[0]), ()), (layer.step(x[0], layer.step(x[0])[1])[0], ()), 1e-6)

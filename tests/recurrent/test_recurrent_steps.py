@@ -36,8 +36,8 @@ def test_a_few_steps_on_a_cpu_are_taken_one_by_one(cell, options, monkeypatch):
     torch.manual_seed(0)
     layer = make(cell, 5, 37, **options)
     other, (x, hx), taken = twin(layer), inputs(layer, 3, 4), []
-    step = type(layer)._step
-    monkeypatch.setattr(type(layer), "_step", lambda self, *args: taken.append(1) or step(self, *args))
+    step = type(layer)._fast_step
+    monkeypatch.setattr(type(layer), "_fast_step", lambda self, *args: taken.append(1) or step(self, *args))
     expected = other(x, hx)
     assert layer(x, hx)[0].requires_grad
     layer.requires_grad_(False)
@@ -89,7 +89,7 @@ def test_pruned_layers_one_step_at_a_time(cell, block, hidden):
                 module.get_parameter(f"weight_hh_l{n}").data.mul_(1.5)
         for n in range(2):
             layer.get_parameter(f"weight_hh_l{n}")[~layer.get_buffer(f"mask_hh_l{n}")] = torch.nan
-        assert layer._step(x[0], hx, x.dim() - 1) is not None
+        assert layer._fast_step(x[0], hx, x.dim() - 1) is not None
         before = [state.clone() for state in flat((x, hx))]
         assert_same(layer(x[:1]), other(x[:1]), 1e-13)
         ours, theirs = hx, hx
@@ -118,7 +118,7 @@ def test_pruned_layers_one_step_of_many_sequences(block):
         for n in range(2):
             layer.get_parameter(f"weight_hh_l{n}")[~layer.get_buffer(f"mask_hh_l{n}")] = 7
         assert layer.plan(16, steps=1).path == "dense"
-        assert layer._step(x[0], hx, 2) is not None
+        assert layer._fast_step(x[0], hx, 2) is not None
         expected, _ = other(x, hx)
         for x_t, y in zip(x, expected, strict=True):
             ours, hx = layer.step(x_t, hx)
@@ -139,7 +139,7 @@ def test_one_step_that_is_not_contiguous(cell):
     stepper = ostinato.Stepper(layer, 3, frozen=True)
     stepper.state = hx
     with torch.no_grad():
-        assert layer._step(part, hx, 2) is not None
+        assert layer._fast_step(part, hx, 2) is not None
         assert_same(layer(part, hx), other(part, hx), 1e-12)
         for x_t, y in zip(x.unbind(1), other(x, hx)[0].unbind(1), strict=True):
             torch.testing.assert_close(stepper(not_contiguous(x_t)), y, rtol=0, atol=1e-12)

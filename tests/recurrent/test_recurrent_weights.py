@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import ostinato
 from ostinato.masks import masked
+from ostinato.recurrent.weights import weights_of
 from recurrent_layers import assert_close_to_exact, assert_same, assert_same_gradients, by, flat, inputs, pruned, twin
 
 
@@ -147,7 +148,7 @@ def test_gpu_weights_lie_in_one_buffer(settings, dtype):
         for _ in range(2):  # with the weights as they are, and after a step in place
             results = []
             for module in (layer, made_there, apart):
-                output = module._forward_torch(x, None, module._weights())[0]
+                output = module._forward_torch(x, None, weights_of(module))[0]
                 gradients = torch.autograd.grad(output.sum(), list(module.parameters()))
                 torch._foreach_add_([weight.detach() for weight in module.parameters()], gradients, alpha=-0.1)
                 results.append([output, *gradients])
@@ -186,7 +187,7 @@ def test_a_pruned_weight_does_not_count_whatever_it_holds():
 def test_gpu_pruned_weights_count_as_zero_whatever_they_are(path):
     torch.manual_seed(0)
     layer = pruned("GRU", 5, 64, num_layers=2, device="cuda")
-    layer._path = path
+    layer._forced_path = path
     x, hx = inputs(layer, 4, device="cuda")
     assert layer.plan(4).path == path
     with torch.no_grad():

@@ -18,8 +18,9 @@ from ostinato.kernels.precision import autocast_dtype
 from ostinato.layers import LayerCall
 from ostinato.recurrent.scripting import OneState, ScriptedLayers, TwoStates
 from ostinato.recurrent.sequences import LEFT_TO_TORCH, SequenceLayers
-from ostinato.recurrent.steps import StepLayers
+from ostinato.recurrent.steps import StepLayers, recorded
 from ostinato.recurrent.torch_layers import check_hidden
+from ostinato.recurrent.weights import unmasked_weights, weights_of
 from ostinato.replay import recording
 from ostinato.states import State, hidden_of, states_of
 
@@ -52,11 +53,11 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
         elif get_eval_frame_callback():
             return _unfollowed()(self, input, hx, resets=resets)
         _check_types(input, hx, self.mode == "LSTM")
-        steps = input.shape[self._time(input)] if isinstance(input, Tensor) and input.dim() > 1 else None
+        steps = input.shape[_time_of(self, input)] if isinstance(input, Tensor) and input.dim() > 1 else None
         if resets is not None:
             check_resets(resets, "input", input.data if isinstance(input, PackedSequence) else input)
             if steps == 1:
-                hx, resets = self._reset_state(hx, resets.flatten()), None
+                hx, resets = _reset_state(self, hx, resets.flatten()), None
         if (
             resets is None
             and steps is not None
@@ -64,7 +65,7 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
             and (result := self._forward_of_few_steps(input, hx, steps)) is not None
         ):
             return result
-        states, own = states_of(hx), self._unmasked_weights()
+        states, own = states_of(hx), unmasked_weights(self)
         call = self._kernels_for(input, states, own, resets)
         if call is LEFT_TO_TORCH:
             return self._call_torch(cast(Tensor, input), hidden_of(states), own)
@@ -72,7 +73,7 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
             return self._forward_kernels(input, states, own, resets, call)
         if steps == 0:
             return self._forward_of_no_steps(input, hx)
-        weights = self._weights()
+        weights = weights_of(self)
         # Without rows there are no episodes, and no shape depends on them.
         if resets is None or not resets.numel() or resets.is_meta or isinstance(resets, FakeTensor):
             return self._forward_torch(input, hx, weights)
@@ -124,35 +125,31 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
             raise TypeError(f"dtype must be a floating-point torch.dtype; got {dtype!r}")
         weight = self.weight_hh_l0
         try:
-            return self._plan(weight.device, batch, dtype or weight.dtype, training, steps, resets, packed)
+            return self._plan_call(weight.device, batch, dtype or weight.dtype, training, steps, resets, packed)
         except RuntimeError as error:
             return no_kernel(str(error).partition("\n")[0])
 
     # torch.ao.quantization sets a qconfig on every module, and skips those whose exact class it does not know.
     qconfig = property(_without_qconfig, _warn_unquantised)
 
-    def _time(self, x: Tensor) -> int:
-        """The dimension of steps."""
-        return 1 if self.batch_first and x.dim() == 3 else 0
-
     def _forward_of_few_steps(self, input: Any, hx: Any, steps: int) -> tuple[Tensor, Any] | None:
         """By single steps, or by torch's kernels if these are fewer than ours are worth; None for other sequences."""
         if steps == 1:
             if (recorder := recording()) is not None:
-                return self._recorded(recorder, _Recurrent.forward, input, hx)
-            if (result := self._step(input, hx, input.dim() - 1)) is not None:
+                return recorded(self, recorder, _Recurrent.forward, input, hx)
+            if (result := self._fast_step(input, hx, input.dim() - 1)) is not None:
                 return result
-        elif (result := self._single_steps(input, hx, self._time(input))) is not None:
+        elif (result := self._forward_single_steps(input, hx, _time_of(self, input))) is not None:
             return result
         dtype = autocast_dtype(input.device) or input.dtype
-        batch = input.shape[1 - self._time(input)] if input.dim() == 3 else 1
+        batch = input.shape[1 - _time_of(self, input)] if input.dim() == 3 else 1
         of_layer = self.mode.lower(), self.hidden_size, batch, dtype, self.bidirectional
         least = least_steps(input.device.type, *of_layer)
-        return self._forward_torch(input, hx, self._weights()) if 0 < steps < least and not is_vmapped() else None
+        return self._forward_torch(input, hx, weights_of(self)) if 0 < steps < least and not is_vmapped() else None
 
     def _forward_of_no_steps(self, input: Any, hx: Any) -> tuple[Tensor, Any]:
         """No output, and the state as it was; checks and shapes are those of a step, as torch refuses none."""
-        time, shape = self._time(input), list(input.shape)
+        time, shape = _time_of(self, input), list(input.shape)
         shape[time] = 1
         output, last = self._own_forward(input.new_zeros(shape), hx)
         first: Any = states_of(hx) or (0.0, 0.0)
@@ -160,18 +157,24 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
         states = [after.where(never, before) for after, before in zip(states_of(last), first, strict=False)]
         return output.narrow(time, 0, 0), hidden_of(states)
 
-    def _reset_state(self, hx: Any, resets: Tensor) -> Any:
-        """The state before a single step, zero where that resets it: not in reverse, where the state is a later one."""
-        if hx is None:
-            return None
-        if not isinstance(hx, Tensor):
-            return tuple(self._reset_state(state, resets) for state in hx)
-        if hx.dim() == 3 and hx.shape[1] != len(resets):
-            return hx  # torch raises
-        keep = ~resets[:, None] if hx.dim() == 3 else ~resets
-        if not self.bidirectional:
-            return hx.where(keep, 0.0)
-        return torch.stack([hx[0::2].where(keep, 0.0), hx[1::2]], 1).flatten(0, 1)
+
+def _time_of(layer: nn.RNNBase, x: Tensor) -> int:
+    """The dimension of steps."""
+    return 1 if layer.batch_first and x.dim() == 3 else 0
+
+
+def _reset_state(layer: nn.RNNBase, hx: Any, resets: Tensor) -> Any:
+    """The state before a single step, zero where that resets it: not in reverse, where the state is a later one."""
+    if hx is None:
+        return None
+    if not isinstance(hx, Tensor):
+        return tuple(_reset_state(layer, state, resets) for state in hx)
+    if hx.dim() == 3 and hx.shape[1] != len(resets):
+        return hx  # torch raises
+    keep = ~resets[:, None] if hx.dim() == 3 else ~resets
+    if not layer.bidirectional:
+        return hx.where(keep, 0.0)
+    return torch.stack([hx[0::2].where(keep, 0.0), hx[1::2]], 1).flatten(0, 1)
 
 
 @functools.cache

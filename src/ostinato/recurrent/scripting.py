@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.kernels.export import refuse_script
 from ostinato.masks import mask_of
-from ostinato.recurrent.weights import MaskedLayers
+from ostinato.recurrent.weights import MaskedLayers, unmasked_weights
 
 _VF: Any = torch._VF  # whose annotations know no module's list of weights
 
@@ -48,7 +48,7 @@ class ScriptedLayers(MaskedLayers):
         """
         forward: Any = self.forward
         is_own = getattr(forward, "__func__", None) is getattr(self._own_forward, "__func__", forward)
-        names, weights = self._flat_weights_names, self._unmasked_weights()
+        names, weights = self._flat_weights_names, unmasked_weights(self)
         if not all(map(operator.is_, weights, map(self._parameters.get, names))):
             refuse_script(self, "with weights that are no parameters, but computed or put in their place")
         if is_own and (self._forward_hooks or self._forward_pre_hooks):

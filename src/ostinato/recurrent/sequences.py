@@ -20,7 +20,8 @@ from ostinato.kernels.persistent.stacks import stacked_layers
 from ostinato.kernels.precision import autocast_dtype, layers_round
 from ostinato.masks import mask_of
 from ostinato.recurrent.rows import as_given, has_several_lengths, in_rows, offsets_of, size_of
-from ostinato.recurrent.weights import MaskedLayers
+from ostinato.recurrent.torch_layers import takes_as_they_are
+from ostinato.recurrent.weights import MaskedLayers, check_shapes, weights_of
 from ostinato.states import distinct, of_one_layer
 
 _CALLS = Prepared()  # keyed by input, weights, states, resets, and the masks of recurrent weights
@@ -51,7 +52,7 @@ def _run_eagerly(call: KernelCall | None, tensors: list[Tensor | None]) -> Kerne
 class SequenceLayers(MaskedLayers):
     """Adds plans, and the forward of layers and directions for which there is one."""
 
-    def _plan(
+    def _plan_call(
         self,
         device: torch.device,
         batch: int,
@@ -66,30 +67,17 @@ class SequenceLayers(MaskedLayers):
             return no_kernel("layers with projections run in torch's own kernels")
         # Masks cannot be packed in a capture: pruned layers run there as they did before it, when theirs were.
         captured = not self._buffers and is_captured(device)
-        of_layer = device, self.mode.lower(), self.hidden_size, batch, dtype, training, steps, self._path
+        of_layer = device, self.mode.lower(), self.hidden_size, batch, dtype, training, steps, self._forced_path
         on_cpu = device.type == "cpu"
         threads = torch.get_num_threads() if on_cpu else 1
         compared = on_cpu or torch._C._get_cudnn_enabled()  # without it torch's kernels are several for every step
         call = Call(*of_layer, resets=resets, packed=packed, compared=compared, threads=threads, captured=captured)
-        call = call._replace(at_once=self._at_once(call), bidirectional=self.bidirectional)
+        call = call._replace(at_once=_at_once(self, call), bidirectional=self.bidirectional)
         groups = {call.at_once, len(self._all_weights) % call.at_once} - {0}  # of layers at once, by size
         calls = [call._replace(at_once=size) for size in groups]
-        plans = [plan_layer(mask, one) for mask in self._masks() or [None] for one in calls]
+        plans = [plan_layer(mask, one) for mask in _masks_of(self) or [None] for one in calls]
         plan = max(plans, key=lambda plan: (not plan.has_kernel, plan.bytes_on_chip))
         return plan._replace(at_once=call.at_once) if plan.has_kernel else plan
-
-    def _at_once(self, call: Call) -> int:
-        """How many directions, or stacked layers, run at the same time, given the call of one."""
-        if self.bidirectional:
-            return 2
-        if call.packed:
-            return 1
-        first = next(iter(self._masks()), None)
-        return layers_at_once(first, call, self.num_layers)
-
-    def _masks(self) -> list[Tensor | None]:
-        """The masks of the recurrent weights of all layers and directions, none if nothing is pruned."""
-        return [mask_of(self, names[1]) for names in self._all_weights] if self._buffers else []
 
     def _kernels_for(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
@@ -108,12 +96,12 @@ class SequenceLayers(MaskedLayers):
         if resets is not None:
             like.append(resets)
         autocast = autocast_dtype(device)
-        sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional
-        how = *sizes, self.mode, self.batch_first, self._path, autocast, layers_round(device, dtype), resets is None
+        sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional, self.mode, self.batch_first
+        how = *sizes, self._forced_path, autocast, layers_round(device, dtype), resets is None
         # On which the plan depends, too.
         where = is_captured(device), torch.get_num_threads(), torch._C._get_cudnn_enabled()
         # Another object for each mask, and whenever a mask changes.
-        contents = [mask if mask is None else derived_from(mask, "contents", object) for mask in self._masks()]
+        contents = [mask if mask is None else derived_from(mask, "contents", object) for mask in _masks_of(self)]
         found: KernelCall | None = _CALLS.find(like, *how, *where, *contents)
         if found is None and (found := self._find_kernels(input, states, weights, resets)) is not None:
             found = known = _run_eagerly(found, like)
@@ -148,7 +136,7 @@ class SequenceLayers(MaskedLayers):
         elif batch * steps > 0:
             ragged = has_several_lengths(input, batch, steps)
             try:
-                plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None, ragged)
+                plan = self._plan_call(device, int(batch), computed, training, int(steps), resets is not None, ragged)
             except RuntimeError:
                 return None
             if not can_take(tensors):
@@ -158,110 +146,135 @@ class SequenceLayers(MaskedLayers):
                 count_operations()
             if plan.has_kernel:
                 at_once = plan.at_once
-        if not self._suit_kernels(x, states, weights, batch, steps, packed, autocast is not None):
+        if not _suit_kernels(self, x, states, weights, batch, steps, packed, autocast is not None):
             return None
-        self._check_shapes(weights)
+        check_shapes(self, weights)
         if is_torchs:
             on_gpu = training and device.type != "cpu"  # where it matters whether the module is in training mode, too
             altered = on_gpu or autocast or packed or x.dim() == 2 or self._buffers or resets is not None
-            return None if altered or not self._takes_as_they_are(x, states, weights) else LEFT_TO_TORCH
+            return None if altered or not takes_as_they_are(self, x, states, weights) else LEFT_TO_TORCH
         return KernelCall(batch, steps, computed if autocast else None, training, at_once)
-
-    def _suit_kernels(
-        self,
-        x: Tensor,
-        states: list[Tensor],
-        weights: list[Tensor],
-        batch: int,
-        steps: int,
-        packed: bool,
-        autocast: bool,
-    ) -> bool:
-        """Whether kernels take these tensors, by autocast converted to what it computes in.
-
-        Torch's forward raises the errors of all that no layer takes.
-        """
-        dtype, device = weights[0].dtype, weights[0].device
-        given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
-        unbatched = x.dim() == 2 and not packed
-        shape = (len(self._all_weights), *(() if unbatched else (batch,)), self.hidden_size)
-        return (
-            (x.numel() > 0 or (torch.compiler.is_compiling() and steps > 0))
-            and (x.dim() == 2 or not packed)
-            and x.shape[-1] == self.input_size
-            and len(states) in (0, 2 if self.mode == "LSTM" else 1)
-            and x.dtype in given
-            and all(state.shape == shape and state.dtype in given for state in states)
-            and all(weight.dtype == dtype for weight in weights)
-            and all(tensor.device == device for tensor in (x, *states, *weights))
-            and (dtype == torch.float32 or not autocast)
-        )
 
     def _forward_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None, call: KernelCall
     ) -> tuple[Any, Any]:
         """As ``torch.nn``'s forward."""
-        rows, stack = self._stack_of(input, states, weights, resets, call)
+        rows, stack = _stack_of(self, input, states, weights, resets, call)
         layers, both = len(self._all_weights), self.bidirectional
         last: list[tuple[Tensor, ...]] = []
         for first in range(0, layers, call.at_once):
             together = range(first, min(first + call.at_once, layers))
             if first and stack.drops:
                 rows = F.dropout(rows, self.dropout)
-            results = self._run_together(first, [self._arguments(i, together, rows, stack) for i in together], call)
+            given = [_arguments_of(self, i, together, rows, stack) for i in together]
+            results = _run_together(first, given, call, self.bidirectional)
             last += [(h_n, c_n) if self.mode == "LSTM" else (h_n,) for _, h_n, c_n, *_ in results]
             rows = torch.cat([output for output, *_ in results], 1) if both else results[-1][0]
         states = [of_one_layer(x[0]) if layers == 1 else torch.stack(x) for x in zip(*last, strict=True)]
         return as_given(input, rows, states, self.batch_first)
 
-    def _stack_of(
-        self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None, call: KernelCall
-    ) -> tuple[Tensor, "_Stack"]:
-        """The input's rows, and all else that the layers are given, as the kernels take it."""
-        batch, steps, autocast, training, *_ = call
-        compiled = torch.compiler.is_compiling()
-        rows, states, resets = in_rows(input, states, resets, self.batch_first)
-        if self._buffers:
-            weights = self._weights(recurrent=training or not rows.is_cuda or compiled)
-        offsets = None
-        if isinstance(input, PackedSequence) and (compiled or has_several_lengths(input, batch, steps)):
-            offsets = offsets_of(input.batch_sizes, rows.device)
-        begins: list[Tensor | None] = [resets, None]
-        if resets is not None and self.bidirectional:
-            begins[1] = in_reverse_of_rows(resets, offsets, batch)
-        if autocast is not None:
-            rows, *states = (x.to(autocast) for x in (rows, *states))
-            weights = [x.to(autocast) for x in weights]
-        alone = len(self._all_weights) == 1  # whose states need no copy, also backward
-        initial: list[Any] = [[x.squeeze(0)] if alone else x.unbind(0) for x in states]
-        drops = self.training and self.dropout > 0
-        return rows, _Stack(initial, weights, self._masks(), offsets, begins, batch, training, drops)
 
-    def _arguments(self, index: int, together: range, rows: Tensor, stack: "_Stack") -> tuple:
-        """The operator's arguments of a layer or direction, of those that run together on these rows."""
-        size, is_first = len(self._all_weights[0]), index == together.start
-        h0, c0, *_ = *(state[index] for state in stack.initial), None, None
-        weight_ih, weight_hh, *biases = stack.weights[index * size : (index + 1) * size]
-        bias_ih, bias_hh = biases or (None, None)
-        mask = stack.masks[index] if stack.masks else None
-        x: Tensor | None = rows
-        if not (is_first or self.bidirectional):  # of the layer below only what drops outputs is known
-            x = F.dropout(rows.new_ones(len(rows), self.hidden_size), self.dropout) if stack.drops else None
-        reverse = self.bidirectional and not is_first
-        begins = stack.begins[int(reverse)]
-        tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, stack.offsets, begins
-        return *tensors, stack.batch, self.mode.lower(), reverse, stack.training, self._path, len(together)
+def _at_once(layer: MaskedLayers, call: Call) -> int:
+    """How many directions, or stacked layers, run at the same time, given the call of one."""
+    if layer.bidirectional:
+        return 2
+    if call.packed:
+        return 1
+    first = next(iter(_masks_of(layer)), None)
+    return layers_at_once(first, call, layer.num_layers)
 
-    def _run_together(self, first: int, arguments: list[tuple], call: KernelCall) -> Any:
-        """The operator's results of layers or directions, of which this is the first, given its arguments of each."""
-        several = len(arguments) > 1
-        run: Any = recurrent_layers if self.bidirectional else stacked_layers if several else recurrent_layer
-        given = arguments if several else arguments[0]
-        if call.layers is not None:
-            if first not in call.layers:
-                call.layers[first] = run.prepared(*given)
-            run = call.layers[first]
-        return run(*given) if several else [run(*given)]
+
+def _masks_of(layer: MaskedLayers) -> list[Tensor | None]:
+    """The masks of the recurrent weights of all layers and directions, none if nothing is pruned."""
+    return [mask_of(layer, names[1]) for names in layer._all_weights] if layer._buffers else []
+
+
+def _suit_kernels(
+    layer: MaskedLayers,
+    x: Tensor,
+    states: list[Tensor],
+    weights: list[Tensor],
+    batch: int,
+    steps: int,
+    packed: bool,
+    autocast: bool,
+) -> bool:
+    """Whether kernels take these tensors, by autocast converted to what it computes in.
+
+    Torch's forward raises the errors of all that no layer takes.
+    """
+    dtype, device = weights[0].dtype, weights[0].device
+    given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
+    unbatched = x.dim() == 2 and not packed
+    shape = (len(layer._all_weights), *(() if unbatched else (batch,)), layer.hidden_size)
+    return (
+        (x.numel() > 0 or (torch.compiler.is_compiling() and steps > 0))
+        and (x.dim() == 2 or not packed)
+        and x.shape[-1] == layer.input_size
+        and len(states) in (0, 2 if layer.mode == "LSTM" else 1)
+        and x.dtype in given
+        and all(state.shape == shape and state.dtype in given for state in states)
+        and all(weight.dtype == dtype for weight in weights)
+        and all(tensor.device == device for tensor in (x, *states, *weights))
+        and (dtype == torch.float32 or not autocast)
+    )
+
+
+def _stack_of(
+    layer: MaskedLayers,
+    input: Any,
+    states: list[Tensor],
+    weights: list[Tensor],
+    resets: Tensor | None,
+    call: KernelCall,
+) -> tuple[Tensor, "_Stack"]:
+    """The input's rows, and all else that the layers are given, as the kernels take it."""
+    batch, steps, autocast, training, *_ = call
+    compiled = torch.compiler.is_compiling()
+    rows, states, resets = in_rows(input, states, resets, layer.batch_first)
+    if layer._buffers:
+        weights = weights_of(layer, recurrent=training or not rows.is_cuda or compiled)
+    offsets = None
+    if isinstance(input, PackedSequence) and (compiled or has_several_lengths(input, batch, steps)):
+        offsets = offsets_of(input.batch_sizes, rows.device)
+    begins: list[Tensor | None] = [resets, None]
+    if resets is not None and layer.bidirectional:
+        begins[1] = in_reverse_of_rows(resets, offsets, batch)
+    if autocast is not None:
+        rows, *states = (x.to(autocast) for x in (rows, *states))
+        weights = [x.to(autocast) for x in weights]
+    alone = len(layer._all_weights) == 1  # whose states need no copy, also backward
+    initial: list[Any] = [[x.squeeze(0)] if alone else x.unbind(0) for x in states]
+    drops = layer.training and layer.dropout > 0
+    return rows, _Stack(initial, weights, _masks_of(layer), offsets, begins, batch, training, drops)
+
+
+def _arguments_of(layer: MaskedLayers, index: int, together: range, rows: Tensor, stack: "_Stack") -> tuple:
+    """The operator's arguments of a layer or direction, of those that run together on these rows."""
+    size, is_first = len(layer._all_weights[0]), index == together.start
+    h0, c0, *_ = *(state[index] for state in stack.initial), None, None
+    weight_ih, weight_hh, *biases = stack.weights[index * size : (index + 1) * size]
+    bias_ih, bias_hh = biases or (None, None)
+    mask = stack.masks[index] if stack.masks else None
+    x: Tensor | None = rows
+    if not (is_first or layer.bidirectional):  # of the layer below only what drops outputs is known
+        x = F.dropout(rows.new_ones(len(rows), layer.hidden_size), layer.dropout) if stack.drops else None
+    reverse = layer.bidirectional and not is_first
+    begins = stack.begins[int(reverse)]
+    tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, stack.offsets, begins
+    return *tensors, stack.batch, layer.mode.lower(), reverse, stack.training, layer._forced_path, len(together)
+
+
+def _run_together(first: int, arguments: list[tuple], call: KernelCall, bidirectional: bool) -> Any:
+    """The operator's results of layers or directions, of which this is the first, given its arguments of each."""
+    several = len(arguments) > 1
+    run: Any = recurrent_layers if bidirectional else stacked_layers if several else recurrent_layer
+    given = arguments if several else arguments[0]
+    if call.layers is not None:
+        if first not in call.layers:
+            call.layers[first] = run.prepared(*given)
+        run = call.layers[first]
+    return run(*given) if several else [run(*given)]
 
 
 class _Stack(NamedTuple):

@@ -43,44 +43,13 @@ class TorchLayers(nn.RNNBase):
             if not self.training and weights[0].is_cuda:
                 x = input.data if isinstance(input, PackedSequence) else input
                 if is_differentiated([x, *states_of(hx), *weights]):  # cuDNN has no backward of an evaluation
-                    module = self._copied(training=True, dropout=0.0)
-            if isinstance(input, Tensor) and self._fits(input, hx, weights[0]):
+                    module = _copied(self, training=True, dropout=0.0)
+            if isinstance(input, Tensor) and _fits(self, input, hx, weights[0]):
                 return module._call_torch(input, hx, weights)
-            module = module._copied(_flat_weights=weights, _update_flat_weights=_left_as_it_is)
+            module = _copied(module, _flat_weights=weights, _update_flat_weights=_left_as_it_is)
             if self.mode == "LSTM" and isinstance(input, PackedSequence):
-                module._check_packed(input, hx)
+                _check_packed(module, input, hx)
         return super(TorchLayers, module).forward(input, hx)
-
-    def _check_packed(self, input: PackedSequence, hx: Any) -> None:
-        """What ``torch.nn.LSTM`` leaves out, whose kernels then read beyond the ends of tensors."""
-        if hx is None:
-            self.check_input(input.data, input.batch_sizes)
-        else:
-            self.check_forward_args(input.data, hx, input.batch_sizes)
-
-    def _copied(self, **attributes: Any) -> "TorchLayers":
-        """The same module but for these attributes."""
-        module = object.__new__(type(self))
-        module.__dict__.update(self.__dict__, **attributes)
-        return module
-
-    def _takes_as_they_are(self, input: Tensor, states: list[Tensor], weights: list[Tensor]) -> bool:
-        """Whether :meth:`_call_torch` takes batched tensors that fit, and so all like them."""
-        if weights[0].is_cuda and not all(map(operator.is_, weights, self._flat_weights)):  # they are copied
-            return False
-        return is_eager([input, *states, *weights]) and all(state.is_contiguous() for state in states)
-
-    def _fits(self, input: Tensor, hx: Any, weight: Tensor) -> bool:
-        """Whether the input and the states, if there are any, are batched and of the layer's dtype and sizes."""
-        shape = input.shape
-        if input.dtype is not weight.dtype or self.proj_size or len(shape) != 3 or shape[2] != self.input_size:
-            return False
-        if hx is None:
-            return True
-        expected = len(self._all_weights), shape[0 if self.batch_first else 1], self.hidden_size
-        if self.mode == "LSTM":
-            return hx[0].shape == expected and hx[1].shape == expected
-        return hx.shape == expected
 
     def _call_torch(self, input: Tensor, hx: Any, weights: list[Tensor]) -> tuple[Tensor, Any]:
         lstm = self.mode == "LSTM"
@@ -108,7 +77,7 @@ class TorchLayers(nn.RNNBase):
             batch_sizes = torch.full((steps,), batch, device="cpu")
         states = states_of(hx)
         lead = (len(self._all_weights), *(() if unbatched else (int(batch_sizes[0]),)))
-        if any(state.shape != (*lead, size) for state, size in zip(states, self._state_sizes(), strict=False)):
+        if any(state.shape != (*lead, size) for state, size in zip(states, state_sizes(self), strict=False)):
             return self._forward_torch(input, hx, weights)  # which raises
 
         def forward(packed: PackedSequence, states: list[Tensor]) -> tuple[Any, list[Tensor]]:
@@ -120,13 +89,49 @@ class TorchLayers(nn.RNNBase):
         output, last = forward_by_episodes(forward, rows, states, batch_sizes, cast(Tensor, begins), directions)
         return as_given(input, output, last, self.batch_first)
 
-    def _state_sizes(self) -> tuple[int, int]:
-        """The channels of h and of an LSTM's c."""
-        return self.proj_size or self.hidden_size, self.hidden_size
-
     def flatten_parameters(self) -> None:
         """Put the weights into one buffer for cuDNN; see :func:`flatten_weights`."""
         flatten_weights(self)
+
+
+def _check_packed(layer: nn.RNNBase, input: PackedSequence, hx: Any) -> None:
+    """What ``torch.nn.LSTM`` leaves out, whose kernels then read beyond the ends of tensors."""
+    if hx is None:
+        layer.check_input(input.data, input.batch_sizes)
+    else:
+        layer.check_forward_args(input.data, hx, input.batch_sizes)
+
+
+def _copied(layer: TorchLayers, **attributes: Any) -> TorchLayers:
+    """The same module but for these attributes."""
+    module = object.__new__(type(layer))
+    module.__dict__.update(layer.__dict__, **attributes)
+    return module
+
+
+def takes_as_they_are(layer: nn.RNNBase, input: Tensor, states: list[Tensor], weights: list[Tensor]) -> bool:
+    """Whether :meth:`_call_torch` takes batched tensors that fit, and so all like them."""
+    if weights[0].is_cuda and not all(map(operator.is_, weights, layer._flat_weights)):  # they are copied
+        return False
+    return is_eager([input, *states, *weights]) and all(state.is_contiguous() for state in states)
+
+
+def _fits(layer: nn.RNNBase, input: Tensor, hx: Any, weight: Tensor) -> bool:
+    """Whether the input and the states, if there are any, are batched and of the layer's dtype and sizes."""
+    shape = input.shape
+    if input.dtype is not weight.dtype or layer.proj_size or len(shape) != 3 or shape[2] != layer.input_size:
+        return False
+    if hx is None:
+        return True
+    expected = len(layer._all_weights), shape[0 if layer.batch_first else 1], layer.hidden_size
+    if layer.mode == "LSTM":
+        return hx[0].shape == expected and hx[1].shape == expected
+    return hx.shape == expected
+
+
+def state_sizes(layer: nn.RNNBase) -> tuple[int, int]:
+    """The channels of h and of an LSTM's c."""
+    return layer.proj_size or layer.hidden_size, layer.hidden_size
 
 
 def flatten_weights(layer: nn.RNNBase) -> None:

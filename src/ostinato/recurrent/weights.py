@@ -24,7 +24,7 @@ class MaskedLayers(TorchLayers):
 
     weight_ih_l0: Tensor
     weight_hh_l0: Tensor
-    _path: str | None = None  # the only kernel to consider for a sequence; None for the fastest
+    _forced_path: str | None = None  # the only kernel to consider for a sequence; None for the fastest
 
     def extra_repr(self) -> str:
         """``torch.nn``'s, and what share of the pruned matrices is kept."""
@@ -40,11 +40,11 @@ class MaskedLayers(TorchLayers):
             if "weight" in name and prefix + mask_name(name) in state_dict and mask_of(self, name) is None:
                 self.register_buffer(mask_name(name), torch.ones_like(getattr(self, name), dtype=torch.bool))
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._keep_pruned()
+        _keep_pruned_of(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._keep_pruned()
+        _keep_pruned_of(self)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
         """``torch.nn``'s, which may be told to swap parameters, and cannot while there are weak references to them."""
@@ -54,13 +54,7 @@ class MaskedLayers(TorchLayers):
         try:
             return super()._apply(fn, recurse)
         finally:
-            self._keep_pruned()
-
-    def _keep_pruned(self) -> None:
-        """Have optimisers keep pruned weights at zero whose parameters are new: compiled calls do not see to it."""
-        for name in self._flat_weights_names:
-            if mask_of(self, name) is not None:
-                keep_pruned(self, name)
+            _keep_pruned_of(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """``torch.nn``'s, which puts a parameter into its list, but leaves the reference to the one before."""
@@ -70,83 +64,97 @@ class MaskedLayers(TorchLayers):
             if name in names and len(references) == len(names):
                 references[names.index(name)] = weakref.ref(value)
 
-    def _unmasked_weights(self) -> list[Tensor]:
-        """All parameters in torch.nn's order, or the list that was put into their place."""
-        own: Any = self._parameters  # faster than getattr, which also finds parametrized ones
-        weights = [x if (x := own.get(name)) is not None else self._other(name) for name in self._flat_weights_names]
-        if all(map(operator.is_, weights, self._flat_weights or ())):
-            return weights
-        return self._listed(weights)
 
-    def _other(self, name: str) -> Tensor:
-        try:
-            found: Any = getattr(self, name)
-        except AttributeError:  # deleted: what was listed in its place counts, but not the parameter itself
-            index = self._flat_weights_names.index(name)
-            listed, references = self._flat_weights or [], self._flat_weight_refs
-            if index >= min(len(listed), len(references)):
-                raise
-            found, reference = listed[index], references[index]
-            if reference is None or reference() is found:
-                raise
-        check_tensor(name, found)
-        return found
+def _keep_pruned_of(layer: MaskedLayers) -> None:
+    """Have optimisers keep pruned weights at zero whose parameters are new: compiled calls do not see to it."""
+    for name in layer._flat_weights_names:
+        if mask_of(layer, name) is not None:
+            keep_pruned(layer, name)
 
-    def _listed(self, weights: list[Tensor]) -> list[Tensor]:
-        """The tensors in ``_flat_weights``, where a subclass or a caller has put others there; else `weights`.
 
-        They count, as in ``torch.nn``, while the parameters are those of which the module made its own list.  Otherwise
-        it is that list, and old: parameters were replaced without it, or are computed at each read.  A subclass that
-        computes the list, not the parameters, does so anew.
-        """
-        if not self._is_list_of(weights):
-            if not self._computes_list():
-                return weights
-            self._init_flat_weights()
-        listed: list[Any] = self._flat_weights
-        return list(listed)
-
-    def _is_list_of(self, weights: list[Tensor]) -> bool:
-        """Whether the module made its list of these, which it holds unless others were put into their place."""
-        listed: list[Any] = self._flat_weights
-        references = self._flat_weight_refs
-        if not len(weights) == len(listed) == len(references) or not all(isinstance(x, Tensor) for x in listed):
-            return False
-        for weight, other, reference in zip(weights, listed, references, strict=True):
-            if weight is not other and (reference is None or reference() is not weight):
-                return False
-        return True
-
-    def _computes_list(self) -> bool:
-        """Whether a subclass makes the list of other tensors than the parameters, as adapters of low rank are added."""
-        return type(self)._init_flat_weights is not nn.RNNBase._init_flat_weights
-
-    def _check_shapes(self, weights: list[Tensor]) -> None:
-        """Raise ValueError for a parameter that was replaced by a tensor of another shape."""
-        directions = 2 if self.bidirectional else 1
-        sizes = self.input_size, self.hidden_size, self.proj_size, self.num_layers, directions, self.bias
-        shapes = _shapes_of(self.mode, *sizes)
-        # PyTorch 2.11's compiler compares shapes by == alone, and lists of them not at all.
-        if not torch.compiler.is_compiling() and [weight.shape for weight in weights] == shapes:
-            return
-        for name, weight, shape in zip(self._flat_weights_names, weights, shapes, strict=True):
-            if not weight.shape == shape:
-                raise ValueError(f"{name} must have shape {shape}; got {tuple(weight.shape)}")
-
-    def _weights(self, recurrent: bool = True) -> list[Tensor]:
-        """All parameters in torch.nn's order, with zeros where pruned.
-
-        Unless ``recurrent``, pruned recurrent weights are returned as they are, for kernels that read only the others.
-
-        Raises ValueError for a parameter of another shape.
-        """
-        weights = self._unmasked_weights()
-        self._check_shapes(weights)
-        if self._buffers:
-            for i, name in enumerate(self._flat_weights_names):
-                if mask_name(name) in self._buffers and (recurrent or "_hh_" not in name):
-                    weights[i] = masked(self, name, weights[i])
+def unmasked_weights(layer: MaskedLayers) -> list[Tensor]:
+    """All parameters in torch.nn's order, or the list that was put into their place."""
+    own: Any = layer._parameters  # faster than getattr, which also finds parametrized ones
+    weights = [x if (x := own.get(name)) is not None else _other(layer, name) for name in layer._flat_weights_names]
+    if all(map(operator.is_, weights, layer._flat_weights or ())):
         return weights
+    return _listed(layer, weights)
+
+
+def _other(layer: MaskedLayers, name: str) -> Tensor:
+    try:
+        found: Any = getattr(layer, name)
+    except AttributeError:  # deleted: what was listed in its place counts, but not the parameter itself
+        index = layer._flat_weights_names.index(name)
+        listed, references = layer._flat_weights or [], layer._flat_weight_refs
+        if index >= min(len(listed), len(references)):
+            raise
+        found, reference = listed[index], references[index]
+        if reference is None or reference() is found:
+            raise
+    check_tensor(name, found)
+    return found
+
+
+def _listed(layer: MaskedLayers, weights: list[Tensor]) -> list[Tensor]:
+    """The tensors in ``_flat_weights``, where a subclass or a caller has put others there; else `weights`.
+
+    They count, as in ``torch.nn``, while the parameters are those of which the module made its own list.  Otherwise
+    it is that list, and old: parameters were replaced without it, or are computed at each read.  A subclass that
+    computes the list, not the parameters, does so anew.
+    """
+    if not _is_list_of(layer, weights):
+        if not computes_list(layer):
+            return weights
+        layer._init_flat_weights()
+    listed: list[Any] = layer._flat_weights
+    return list(listed)
+
+
+def _is_list_of(layer: MaskedLayers, weights: list[Tensor]) -> bool:
+    """Whether the module made its list of these, which it holds unless others were put into their place."""
+    listed: list[Any] = layer._flat_weights
+    references = layer._flat_weight_refs
+    if not len(weights) == len(listed) == len(references) or not all(isinstance(x, Tensor) for x in listed):
+        return False
+    for weight, other, reference in zip(weights, listed, references, strict=True):
+        if weight is not other and (reference is None or reference() is not weight):
+            return False
+    return True
+
+
+def computes_list(layer: MaskedLayers) -> bool:
+    """Whether a subclass makes the list of other tensors than the parameters, as adapters of low rank are added."""
+    return type(layer)._init_flat_weights is not nn.RNNBase._init_flat_weights
+
+
+def check_shapes(layer: MaskedLayers, weights: list[Tensor]) -> None:
+    """Raise ValueError for a parameter that was replaced by a tensor of another shape."""
+    directions = 2 if layer.bidirectional else 1
+    sizes = layer.input_size, layer.hidden_size, layer.proj_size, layer.num_layers, directions, layer.bias
+    shapes = _shapes_of(layer.mode, *sizes)
+    # PyTorch 2.11's compiler compares shapes by == alone, and lists of them not at all.
+    if not torch.compiler.is_compiling() and [weight.shape for weight in weights] == shapes:
+        return
+    for name, weight, shape in zip(layer._flat_weights_names, weights, shapes, strict=True):
+        if not weight.shape == shape:
+            raise ValueError(f"{name} must have shape {shape}; got {tuple(weight.shape)}")
+
+
+def weights_of(layer: MaskedLayers, recurrent: bool = True) -> list[Tensor]:
+    """All parameters in torch.nn's order, with zeros where pruned.
+
+    Unless ``recurrent``, pruned recurrent weights are returned as they are, for kernels that read only the others.
+
+    Raises ValueError for a parameter of another shape.
+    """
+    weights = unmasked_weights(layer)
+    check_shapes(layer, weights)
+    if layer._buffers:
+        for i, name in enumerate(layer._flat_weights_names):
+            if mask_name(name) in layer._buffers and (recurrent or "_hh_" not in name):
+                weights[i] = masked(layer, name, weights[i])
+    return weights
 
 
 @constant_to_compilers

@@ -24,7 +24,7 @@ def ours(path: str | None, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Ru
         need_cuda(data[0])
         if plan.path == path:
             raise Unavailable(PLANNED)
-        layer._path = path
+        layer._forced_path = path
         plan = asked()
         if plan.path != path:
             raise Unavailable(plan.reason)
