@@ -7,6 +7,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 import ostinato
+from comparisons import PRIVATE_NAMES
 
 # Each is a step of a layer: from its parameters, an input (in,) and the state, to the output and the next state.
 
@@ -489,3 +490,28 @@ def test_gradients_of_an_input_that_is_yet_to_be_negated(name, given):
     found = torch.autograd.grad(layer(torch._neg_view(-x), state)[0].square().sum(), list(layer.parameters()))
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["MinGRU", "MinLSTM", *ostinato.diagonal.__all__, "HighwayMinGRU"])
+def test_derived_classes_may_have_private_names(name):
+    kind = getattr(ostinato, name)
+
+    class Derived(kind):
+        def __init__(self, *args):
+            super().__init__(*args)
+            for own in PRIVATE_NAMES:
+                setattr(self, own, 0.5)
+
+    layer, other, x = Derived(8, 8, 2), kind(8, 8, 2), torch.randn(9, 3, 8)
+    other.load_state_dict(layer.state_dict())
+    packed = pack_sequence([torch.randn(length, 8) for length in (2, 7, 4)], enforce_sorted=False)
+    for given in (x, x[:1], packed):
+        for graded in (True, False):
+            with torch.set_grad_enabled(graded):
+                (y, last), (expected, expected_last) = layer(given), other(given)
+                torch.testing.assert_close(
+                    list(y) if given is packed else y, list(expected) if given is packed else expected
+                )
+                torch.testing.assert_close(last, expected_last)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.step(x[0], layer.initial_state(3)), other.step(x[0]))

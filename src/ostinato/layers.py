@@ -48,8 +48,9 @@ class LayerCall(Protocol[State]):
 class StackedLayers(nn.Module, Generic[State]):
     """Stacked layers in one direction or two, without the computation of a layer.
 
-    A subclass defines the shapes of a layer's parameters in :meth:`_shapes` and its computation in :meth:`_layer`.  It
-    keeps arguments of its own as attributes before ``super().__init__``, which draws the parameters.
+    A subclass defines the shapes of a layer's parameters in :meth:`_parameter_shapes` and its computation in
+    :meth:`_run_layer`.  It keeps arguments of its own as attributes before ``super().__init__``, which draws the
+    parameters.  Names of methods are such that attributes of classes derived by others hardly have them.
     """
 
     states = 1  # tensors per state; several are a tuple, as torch.nn.LSTM's
@@ -89,18 +90,18 @@ class StackedLayers(nn.Module, Generic[State]):
         self.backend = backend
         for layer in range(num_layers):
             width = input_size if layer == 0 else hidden_size * self.num_directions
-            for suffix in self._suffixes(layer):
-                for name, shape in self._shapes(width).items():
+            for suffix in self._parameter_suffixes(layer):
+                for name, shape in self._parameter_shapes(width).items():
                     if bias or not name.startswith("bias"):
                         parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
                         self.register_parameter(f"{name}_{suffix}", parameter)
         self.reset_parameters()
 
-    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+    def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters of a layer and direction whose input has `width` channels."""
         raise NotImplementedError
 
-    def _layer(
+    def _run_layer(
         self,
         layer: int,
         x: Tensor,
@@ -121,7 +122,7 @@ class StackedLayers(nn.Module, Generic[State]):
     def num_directions(self) -> int:
         return 2 if self.bidirectional else 1
 
-    def _suffixes(self, layer: int) -> list[str]:
+    def _parameter_suffixes(self, layer: int) -> list[str]:
         return [f"l{layer}", f"l{layer}_reverse"][: self.num_directions]
 
     def reset_parameters(self) -> None:
@@ -145,65 +146,63 @@ class StackedLayers(nn.Module, Generic[State]):
             raise ValueError("a sharded sequence cannot be a PackedSequence, nor have resets if bidirectional")
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, resets)
-        alone = resets is None and self._is_step(input)
-        if alone and (found := self._cached_step(input.squeeze(self._time), hx)) is not None:
-            return self._as_sequence(*found)
+        alone = resets is None and self._runs_as_step(input)
+        if alone and (found := self._run_cached_step(input.squeeze(int(self.batch_first)), hx)) is not None:
+            return self._step_as_sequence(*found)
         layout = "(T, B, input_size), (B, T, input_size) if batch_first, or (T, input_size)"
-        check_input(input, self.input_size, self._parameter("weight_ih_l0"), (2, 3), layout)
+        check_input(input, self.input_size, self._parameter_named("weight_ih_l0"), (2, 3), layout)
         if resets is not None:
             check_resets(resets, "input", input)
         batched = input.dim() == 3
         batch_dim = 0 if self.batch_first else 1
         x = input if batched else input.unsqueeze(batch_dim)
-        self._check_state(hx, (x.shape[batch_dim],) if batched else ())
+        self._check_given_state(hx, (x.shape[batch_dim],) if batched else ())
         if alone:
-            return self._as_sequence(*self.step(x.squeeze(self._time), hx))
+            return self._step_as_sequence(*self.step(x.squeeze(int(self.batch_first)), hx))
         if hx is not None and not batched:
             hx = each(lambda state: state.unsqueeze(1), hx)
         if resets is not None and not batched:
             resets = resets.unsqueeze(batch_dim)
-        output, h_n = self._layers(x, hx, None, resets, self.batch_first)
+        output, h_n = self._run_layers(x, hx, None, resets, self.batch_first)
         return (output, h_n) if batched else (output.squeeze(batch_dim), each(lambda state: state.squeeze(1), h_n))
 
-    @property
-    def _time(self) -> int:
-        return 1 if self.batch_first else 0
-
-    def _is_step(self, input: Any) -> bool:
+    def _runs_as_step(self, input: Any) -> bool:
         """Whether the subclass runs this sequence, of one step, faster by :meth:`step`."""
         return False
 
-    def _as_sequence(self, y: Tensor, h_n: Hidden) -> tuple[Tensor, Hidden]:
+    def _step_as_sequence(self, y: Tensor, h_n: Hidden) -> tuple[Tensor, Hidden]:
         """What a step returns as that of a sequence, whose output and state have memory of their own."""
-        return y.clone().unsqueeze(self._time), h_n
+        return y.clone().unsqueeze(int(self.batch_first)), h_n
 
     def _forward_packed(
         self, packed: PackedSequence, hx: Hidden | None, resets: Tensor | None
     ) -> tuple[PackedSequence, Hidden]:
         data, batch_sizes, sorted_indices, unsorted_indices = packed
         layout = "(total steps, input_size) in a PackedSequence"
-        check_input(data, self.input_size, self._parameter("weight_ih_l0"), (2,), layout)
+        check_input(data, self.input_size, self._parameter_named("weight_ih_l0"), (2,), layout)
         if resets is not None:
             check_resets(resets, "input.data", data)
         batch = check_packed(packed, hx)
-        self._check_state(hx, (batch,))
+        self._check_given_state(hx, (batch,))
         if hx is None:
-            hx = self._zero_state(data, batch)
+            hx = self._zero_state_for(data, batch)
         elif sorted_indices is not None:
             hx = each(lambda state: state.index_select(1, sorted_indices), hx)
         offsets = F.pad(batch_sizes.cumsum(0), (1, 0)).to(data.device, torch.int32, non_blocking=True)
-        output, h_n = self._layers(data, hx, offsets, resets, self.batch_first)
+        output, h_n = self._run_layers(data, hx, offsets, resets, self.batch_first)
         if unsorted_indices is not None:
             h_n = each(lambda state: state.index_select(1, unsorted_indices), h_n)
         return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), h_n
 
-    def _layers(
+    def _run_layers(
         self, x: Tensor, hx: Hidden | None, offsets: Tensor | None, resets: Tensor | None, batch_first: bool
     ) -> tuple[Tensor, Hidden]:
-        """All layers; see :meth:`_layer`."""
-        return self._in_turn(lambda layer, x, h0: self._layer(layer, x, h0, offsets, resets, batch_first), x, hx)
+        """All layers; see :meth:`_run_layer`."""
+        return self._run_in_turn(
+            lambda layer, x, h0: self._run_layer(layer, x, h0, offsets, resets, batch_first), x, hx
+        )
 
-    def _in_turn(self, run: Callable[[int, Tensor, Any], tuple[Tensor, Hidden]], x: Tensor, hx: Any) -> Any:
+    def _run_in_turn(self, run: Callable[[int, Tensor, Any], tuple[Tensor, Hidden]], x: Tensor, hx: Any) -> Any:
         """The output of all layers, with dropout between them, and their last states.
 
         ``run`` computes one layer, from its number, its input and its initial states.
@@ -212,11 +211,11 @@ class StackedLayers(nn.Module, Generic[State]):
         for layer in range(self.num_layers):
             if layer > 0 and self.dropout > 0 and self.training:
                 x = F.dropout(x, self.dropout)
-            x, h_last = run(layer, x, None if hx is None else self._of_layer(hx, layer))
+            x, h_last = run(layer, x, None if hx is None else self._state_of_layer(hx, layer))
             states.append(h_last)
         return x, stacked(states)
 
-    def _parameter(self, name: str) -> Any:
+    def _parameter_named(self, name: str) -> Any:
         """The parameter, parametrized or not, or None for an absent bias; faster than ``getattr`` on a module."""
         found: Any = self._parameters.get(name)
         if found is None:
@@ -230,10 +229,10 @@ class StackedLayers(nn.Module, Generic[State]):
 
         Raises ValueError for one that was replaced by a tensor of another shape, or is not on the input's device.
         """
-        found, device = {}, self._parameter("weight_ih_l0").device
-        for name, shape in self._shapes(width).items():
+        found, device = {}, self._parameter_named("weight_ih_l0").device
+        for name, shape in self._parameter_shapes(width).items():
             own = f"{name}_{suffix}"
-            found[name] = parameter = self._parameter(own)
+            found[name] = parameter = self._parameter_named(own)
             if parameter is None:
                 continue
             if parameter.shape != shape:
@@ -242,7 +241,7 @@ class StackedLayers(nn.Module, Generic[State]):
                 raise ValueError(f"{own} must be on the device of weight_ih_l0, {device}; got {parameter.device}")
         return found
 
-    def _of_layer(self, hx: Hidden, layer: int) -> Hidden:
+    def _state_of_layer(self, hx: Hidden, layer: int) -> Hidden:
         if self.num_layers == 1:
             return hx
         first = layer * self.num_directions
@@ -263,7 +262,7 @@ class StackedLayers(nn.Module, Generic[State]):
             torch.Size([2, 7, 5])
         """
         check_integers(0, batch_size=batch_size)
-        return self._zero_state(self.weight_ih_l0, batch_size)
+        return self._zero_state_for(self.weight_ih_l0, batch_size)
 
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """One time step, in constant memory: ``y, state = module.step(x, state)``.
@@ -293,32 +292,32 @@ class StackedLayers(nn.Module, Generic[State]):
         if self.bidirectional:
             raise ValueError("step needs a module that runs forward in time; this one is bidirectional")
         check_unsharded("step", self.sequence_group)
-        found = None if torch.compiler.is_compiling() else self._cached_step(x, state)
+        found = None if torch.compiler.is_compiling() else self._run_cached_step(x, state)
         if found is not None:
             return found
-        check_input(x, self.input_size, self._parameter("weight_ih_l0"), (1, 2), ONE_STEP, "x")
+        check_input(x, self.input_size, self._parameter_named("weight_ih_l0"), (1, 2), ONE_STEP, "x")
         batched = x.dim() == 2
-        self._check_state(state, x.shape[:-1], "state")
+        self._check_given_state(state, x.shape[:-1], "state")
         if not batched:
             x, state = x[None], None if state is None else each(lambda own: own.unsqueeze(1), state)
-        y, new = self._in_turn(self._step_of_layer, x, state)
+        y, new = self._run_in_turn(self._step_of_layer, x, state)
         return (y, new) if batched else (y[0], each(lambda own: own.squeeze(1), new))
 
-    def _cached_step(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
+    def _run_cached_step(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
         """The fast path of :meth:`step` for a call like one that was validated before, if the subclass caches these."""
         return None
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         """The output (B, width) at one step, and the new state."""
-        output, h_last = self._layer(layer, x[:, None], h0, None, None, True)
+        output, h_last = self._run_layer(layer, x[:, None], h0, None, None, True)
         return output[:, 0], h_last
 
-    def _zero_state(self, x: Tensor, batch: int) -> Any:
+    def _zero_state_for(self, x: Tensor, batch: int) -> Any:
         """The state before the first step of a batch of sequences like `x`."""
         zero = x.new_zeros(self.num_layers * self.num_directions, batch, self.hidden_size)
         return zero if self.states == 1 else (zero,) * self.states
 
-    def _check_state(self, hx: Hidden | None, batch: tuple[int, ...], name: str = "hx") -> None:
+    def _check_given_state(self, hx: Hidden | None, batch: tuple[int, ...], name: str = "hx") -> None:
         """Raise TypeError or ValueError unless `hx` is a state of a batch of sequences."""
         if hx is None:
             return
@@ -335,7 +334,7 @@ class StackedLayers(nn.Module, Generic[State]):
         expected = (self.num_layers * self.num_directions, *batch, self.hidden_size)
         if state.shape != expected:
             raise ValueError(f"{name} must have shape {expected}; got {tuple(state.shape)}")
-        check_like_weight(name, state, self._parameter("weight_ih_l0"))
+        check_like_weight(name, state, self._parameter_named("weight_ih_l0"))
 
 
 def draw_parameters(module: nn.Module, hidden_size: int) -> None:

@@ -46,11 +46,11 @@ class HGRN(DiagonalLayers[Tensor]):
         (torch.Size([100, 4, 16]), torch.Size([3, 4, 16]))
     """
 
-    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+    def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         rows = 3 * self.hidden_size
         return {"weight_ih": (rows, width), "bias_ih": (rows,), "gamma": (self.hidden_size,)}
 
-    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+    def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         c, f, g = linear(x, p["weight_ih"], p["bias_ih"]).chunk(3, -1)
         layer, _, reverse = suffix[1:].partition("_")
         gammas = [getattr(self, f"gamma_l{k}_{reverse}".rstrip("_")) for k in range(self.num_layers)]

@@ -64,11 +64,11 @@ class IndRNN(DiagonalLayers[Tensor]):
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
         super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
 
-    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+    def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
         return {"weight_ih": (hidden, width), "weight_hh": (hidden,), "bias_ih": (hidden,)}
 
-    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+    def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         function = indrnn_relu if self.nonlinearity == "relu" else indrnn_tanh
         return run(function, linear(x, p["weight_ih"], p["bias_ih"]), p["weight_hh"])
 

@@ -22,11 +22,11 @@ Parameters = dict[str, Any]  # tensors by name, None for an absent bias
 
 
 class DiagonalLayers(StackedLayers[State]):
-    """Layers that run a :func:`ostinato.recurrence`; see :meth:`_cell`."""
+    """Layers that run a :func:`ostinato.recurrence`; see :meth:`_run_cell`."""
 
-    reads_packed = False  # whether :meth:`_layer` takes the rows of a PackedSequence as they lie
+    reads_packed = False  # whether :meth:`_run_layer` takes the rows of a PackedSequence as they lie
 
-    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+    def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         """The outputs and last states of one layer in one direction, from its parameters `p`, by name, and its input.
 
         ``run(recurrence, *arguments)`` calls the recurrence, time and batch laid out as in `x`, and returns the states
@@ -35,11 +35,11 @@ class DiagonalLayers(StackedLayers[State]):
         """
         raise NotImplementedError
 
-    def _layers(
+    def _run_layers(
         self, x: Tensor, hx: Hidden | None, offsets: Tensor | None, resets: Tensor | None, batch_first: bool
     ) -> tuple[Tensor, Hidden]:
         if offsets is None or self.reads_packed:
-            return super()._layers(x, hx, offsets, resets, batch_first)
+            return super()._run_layers(x, hx, offsets, resets, batch_first)
         # Recurrences take sequences one after another where a PackedSequence has its steps one after another.
         rows = torch.arange(x.shape[0], device=x.device)
         step = torch.searchsorted(offsets, rows, right=True) - 1
@@ -51,10 +51,10 @@ class DiagonalLayers(StackedLayers[State]):
         )
         bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         resets = None if resets is None else resets[order][None]
-        y, h_n = super()._layers(x[order][None], hx, bounds, resets, True)
+        y, h_n = super()._run_layers(x[order][None], hx, bounds, resets, True)
         return y[0, torch.argsort(order)], h_n
 
-    def _layer(
+    def _run_layer(
         self,
         layer: int,
         x: Tensor,
@@ -67,29 +67,29 @@ class DiagonalLayers(StackedLayers[State]):
         resets = None if resets is None else resets if batch_first else resets.t()
         outputs: list[Tensor] = []
         lasts: list[Any] = []
-        for direction, suffix in enumerate(self._suffixes(layer)):
+        for direction, suffix in enumerate(self._parameter_suffixes(layer)):
             reverse = direction == 1
             begins = in_reverse(resets, True, offsets) if reverse and resets is not None else resets
             start = h0 if h0 is None else each(operator.itemgetter(direction), h0)
             options = {"h0": start, "resets": begins, "reverse": reverse, "cu_seqlens": offsets}
-            run = functools.partial(self._run, options, batch_first)
-            y, h_last = self._cell(suffix, self._parameters_of(suffix, x.shape[-1]), x, run)
+            run = functools.partial(self._run_recurrence, options, batch_first)
+            y, h_last = self._run_cell(suffix, self._parameters_of(suffix, x.shape[-1]), x, run)
             outputs.append(y)
             lasts.append(each(of_one_layer, h_last))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)), stacked(lasts)
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
-        """On a CPU without gradients, :meth:`_cell` of tensors without a dimension of time."""
+        """On a CPU without gradients, :meth:`_run_cell` of tensors without a dimension of time."""
         parameters = self._parameters_of(f"l{layer}", x.shape[-1])
         states = [state[0] for state in states_of(h0)]
-        if not self._steps_alone([x, *states, *(y for y in parameters.values() if y is not None)]):
+        if not self._takes_steps_alone([x, *states, *(y for y in parameters.values() if y is not None)]):
             step, recorder = super()._step_of_layer, recording()
             return step(layer, x, h0) if recorder is None else recorder.call(step, layer, x, h0)
         states = states or [x.new_zeros(len(x), self.hidden_size)] * self.states
-        y, after = self._cell(f"l{layer}", parameters, x, functools.partial(_run_step, states))
+        y, after = self._run_cell(f"l{layer}", parameters, x, functools.partial(_run_step, states))
         return y, each(lambda state: state[None], after)
 
-    def _steps_alone(self, tensors: list[Tensor]) -> bool:
+    def _takes_steps_alone(self, tensors: list[Tensor]) -> bool:
         """Whether a recurrence's prepared steps take the tensors of a layer."""
         x = tensors[0]
         return (
@@ -103,7 +103,7 @@ class DiagonalLayers(StackedLayers[State]):
             and kernels_on(self.backend, "cpu") is not None
         )
 
-    def _run(
+    def _run_recurrence(
         self, options: dict[str, Any], batch_first: bool, function: Recurrence, *arguments: Tensor
     ) -> tuple[Any, Any]:
         h0 = options["h0"]

@@ -84,12 +84,12 @@ class LRU(DiagonalLayers[tuple[Tensor, Tensor]]):
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
         super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
 
-    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+    def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
         products = {"weight_ih": (2 * hidden, width), "weight_ho": (2, hidden, hidden), "weight_io": (hidden, width)}
         return {**products, **dict.fromkeys(("log_nu", "log_theta", "log_gamma", "bias_io"), (hidden,))}
 
-    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+    def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         u, v = linear(x, p["weight_ih"]).chunk(2, -1)
         (real, imaginary), last = run(lru, u, v, p["log_nu"], p["log_theta"], p["log_gamma"])
         y = linear(real, p["weight_ho"][0]) - linear(imaginary, p["weight_ho"][1])
@@ -99,7 +99,7 @@ class LRU(DiagonalLayers[tuple[Tensor, Tensor]]):
     def reset_parameters(self) -> None:
         """Eigenvalues uniform on the ring, gamma that keeps the input's variance, Glorot's matrices (appendix A)."""
         least, largest = self.radius
-        for suffix in (suffix for layer in range(self.num_layers) for suffix in self._suffixes(layer)):
+        for suffix in (suffix for layer in range(self.num_layers) for suffix in self._parameter_suffixes(layer)):
             square = torch.rand(self.hidden_size, dtype=torch.float64) * (largest**2 - least**2) + least**2
             square = square.clamp(1e-12, 1 - 1e-7)
             values = {

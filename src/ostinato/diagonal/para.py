@@ -98,11 +98,11 @@ class ParaGRU(_ParaLayers[Tensor]):
         torch.Size([100, 4, 16])
     """
 
-    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+    def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         rows = 3 * self.hidden_size
         return {"weight_ih": (rows, width), "weight_hh": (rows,), "bias_ih": (rows,)}
 
-    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+    def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         return run(para_gru, *self._gates_and_vectors(p, x))
 
 
@@ -135,7 +135,7 @@ class ParaLSTM(_ParaLayers[tuple[Tensor, Tensor]]):
 
     states = 2
 
-    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+    def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         rows = 3 * self.hidden_size
         return {
             "weight_ih": (rows, width),
@@ -144,6 +144,6 @@ class ParaLSTM(_ParaLayers[tuple[Tensor, Tensor]]):
             "bias_ih": (rows,),
         }
 
-    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+    def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         (h, _), last = run(para_lstm, *self._gates_and_vectors(p, x))
         return h, last

@@ -38,10 +38,10 @@ class QRNN(DiagonalLayers[Tensor]):
         torch.Size([100, 4, 16])
     """
 
-    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+    def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         return {"weight_ih": (3 * self.hidden_size, width), "bias_ih": (3 * self.hidden_size,)}
 
-    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+    def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         z, f, o = linear(x, p["weight_ih"], p["bias_ih"]).chunk(3, -1)
         c, c_last = run(qrnn, z, f)
         return torch.sigmoid(o) * c, c_last

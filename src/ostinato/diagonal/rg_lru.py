@@ -81,12 +81,12 @@ class RGLRU(DiagonalLayers[Tensor]):
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
         super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
 
-    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+    def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         hidden, block = self.hidden_size, self.hidden_size // self.num_blocks
         gates = {"weight_gate": (2, self.num_blocks, block, block), "bias_gate": (2 * hidden,)}
         return {"weight_ih": (hidden, width), "bias_ih": (hidden,), **gates, "log_lambda": (hidden,)}
 
-    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+    def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         u = linear(x, p["weight_ih"], p["bias_ih"])
         # In autocast's dtype, which the product would not take on where a block is one channel.
         blocks, weight = u.unflatten(-1, (self.num_blocks, -1)), p["weight_gate"].to(u.dtype)

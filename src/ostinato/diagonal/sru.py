@@ -51,12 +51,12 @@ class SRU(DiagonalLayers[Tensor]):
         torch.Size([100, 4, 16])
     """
 
-    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+    def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
         rows = 3 * hidden if width == hidden else 4 * hidden
         return {"weight_ih": (rows, width), "weight_hh": (2 * hidden,), "bias_ih": (2 * hidden,)}
 
-    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+    def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         groups = p["weight_ih"].shape[0] // self.hidden_size
         bias = (
             None if p["bias_ih"] is None else F.pad(p["bias_ih"], (self.hidden_size, (groups - 3) * self.hidden_size))

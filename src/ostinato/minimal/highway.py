@@ -35,11 +35,11 @@ class HighwayMinGRU(DiagonalLayers[Tensor]):
         torch.Size([100, 4, 16])
     """
 
-    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+    def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         rows = (3 if width == self.hidden_size else 4) * self.hidden_size
         return {"weight_ih": (rows, width), "bias_ih": (rows,)}
 
-    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+    def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         z, c, r, *skip = linear(x, p["weight_ih"], p["bias_ih"]).split(self.hidden_size, -1)
         h, h_last = run(RECURRENCES["mingru"]["positive"], z, c)
         return torch.lerp(skip[0] if skip else x.to(h.dtype), h, torch.sigmoid(r)), h_last

@@ -49,32 +49,32 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
         super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
 
-    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+    def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         rows = GATES[self.cell] * self.hidden_size
         return {"weight_ih": (rows, width), "bias_ih": (rows,)}
 
-    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+    def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         gates = linear(x, p["weight_ih"], p["bias_ih"]).chunk(GATES[self.cell], -1)
         return run(RECURRENCES[self.cell][self.candidate], *gates)
 
-    def _is_step(self, input: Any) -> bool:
+    def _runs_as_step(self, input: Any) -> bool:
         return (
             not (torch.is_grad_enabled() or self.bidirectional)
             and self.sequence_group is None
             and isinstance(input, Tensor)
             and is_eager([input])  # what is traced may have another length next time
             and input.dim() == 3
-            and input.shape[self._time] == 1
+            and input.shape[int(self.batch_first)] == 1
             and autocast_dtype(input.device) is None
             and recording() is None
         )
 
-    def _cached_step(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
+    def _run_cached_step(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
         return self._cached_step_of_layer(0, x, state) if self.num_layers == 1 else None
 
     def _cached_step_of_layer(self, layer: int, x: Any, h: Any) -> tuple[Tensor, Any] | None:
         """The step of a layer, if one like it is cached."""
-        weight, bias = self._parameter(f"weight_ih_l{layer}"), self._parameter(f"bias_ih_l{layer}")
+        weight, bias = self._parameter_named(f"weight_ih_l{layer}"), self._parameter_named(f"bias_ih_l{layer}")
         state = _STEPS.run(self.cell, self.candidate, self.backend, x, weight, bias, h)
         if state is None:
             return None
@@ -92,10 +92,10 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
             state = next_state(self.cell, self.candidate, x, weight, bias, h0)
             _STEPS.add(self.cell, self.candidate, self.backend, x, weight, bias, h0)
             return (state, state.unsqueeze(0)) if h0 is None else (state.squeeze(0), state)
-        h, h_last = self._scan(linear(x, weight).unsqueeze(0), bias, h0, None, None, batch_first=False)
+        h, h_last = self._run_scan(linear(x, weight).unsqueeze(0), bias, h0, None, None, batch_first=False)
         return h.squeeze(0), h_last
 
-    def _layer(
+    def _run_layer(
         self,
         layer: int,
         x: Tensor,
@@ -106,8 +106,8 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
     ) -> tuple[Tensor, Tensor]:
         """One GEMM for all gates and directions, then one fused kernel, which also adds the bias."""
         if self.sequence_group is not None and (resets is not None or self.bidirectional):
-            return super()._layer(layer, x, h0, offsets, resets, batch_first)  # minimal_layer supports neither
-        own = [self._parameters_of(suffix, x.shape[-1]).values() for suffix in self._suffixes(layer)]
+            return super()._run_layer(layer, x, h0, offsets, resets, batch_first)  # minimal_layer supports neither
+        own = [self._parameters_of(suffix, x.shape[-1]).values() for suffix in self._parameter_suffixes(layer)]
         weights, biases = zip(*own, strict=True)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         bias = None if not self.bias else biases[0] if len(biases) == 1 else torch.cat(biases)
@@ -122,10 +122,10 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
             if found is not None:
                 return found
         pre = linear(x, weight)
-        resets = None if resets is None else self._of_directions(resets, h0, offsets, batch_first)
-        return self._scan(pre, bias, h0, offsets, resets, batch_first)
+        resets = None if resets is None else self._resets_of_directions(resets, h0, offsets, batch_first)
+        return self._run_scan(pre, bias, h0, offsets, resets, batch_first)
 
-    def _scan(
+    def _run_scan(
         self,
         pre: Tensor,
         bias: Tensor | None,
@@ -140,7 +140,9 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
         directions, backend = self.num_directions, self.backend
         return layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend)
 
-    def _of_directions(self, resets: Tensor, h0: Tensor | None, offsets: Tensor | None, batch_first: bool) -> Tensor:
+    def _resets_of_directions(
+        self, resets: Tensor, h0: Tensor | None, offsets: Tensor | None, batch_first: bool
+    ) -> Tensor:
         """The mask of each direction."""
         if not self.bidirectional:
             return resets[None]
