@@ -19,7 +19,7 @@ from ostinato.bench.measure import measure
 from ostinato.bench.runs import environment, write_json
 from ostinato.bench.shapes import KERNELS, PRUNED
 from ostinato.bench.workloads import OURS, RecurrentLayer
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda.geometry import Geometry
 

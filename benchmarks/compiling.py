@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from cuda import core
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent.cuda import search, source
 from ostinato.kernels.recurrence.linear import cuda, projected
 from ostinato.kernels.scan.cuda import launch, problem

@@ -5,7 +5,7 @@ import random
 
 import torch
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent import cuda, reference
 from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cuda import launch as cuda_launch

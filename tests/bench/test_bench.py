@@ -474,7 +474,7 @@ def test_the_largest_layer_fits_and_the_next_does_not():
 
 
 def test_what_the_ablation_replaces_stands_in_the_kernels():
-    from ostinato.kernels import nvrtc
+    from ostinato.kernels.cuda import nvrtc
     from ostinato.kernels.persistent.cuda.search import choose_geometry
     from ostinato.kernels.persistent.cuda.source import files
 

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import ostinato
 from comparisons import assert_close, assert_same, strided
-from ostinato.kernels import convolution, gemm, nvrtc
+from ostinato.kernels import convolution, gemm
+from ostinato.kernels.cuda import nvrtc
 
 TILE = {"ROWS": gemm.TILE[0], "COLUMNS": gemm.TILE[1]}
 

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.scan import operators
 from ostinato.kernels.scan.cuda import compose as kernel
 from ostinato.kernels.scan.torch_ops import LINEAR, zeroed

@@ -8,12 +8,10 @@
 ``derived.py``          what is computed from a tensor, until it changes
 ``export.py``           programs that run without this library
 ``gemm.py``             matrix products over all steps; ``convolution.py``, those on AMD's CPUs, ``cublas.py``, those of
-                        another precision than PyTorch's
+                        another precision than PyTorch's, ``transpose.cu``, a copy that they are faster of
 ``products.py``         several small products in one launch on a GPU, by ``products.cu``
 ``precision.py``        whether float32 may be rounded to tf32, and what autocast computes in
-``nvrtc.py``            CUDA kernels: compiled, loaded, launched
-``numeric.cuh``         their arithmetic; ``barriers.cuh``, ``gemv.cuh`` and ``transpose.cu``, parts of them
-``streams.py``          kernels beside each other on a GPU
+``cuda/``               what kernels on NVIDIA GPUs share
 ``numba_loops.py``      the CPU's loops: compiled, and how they access memory
 ``numba_math.py``       their arithmetic
 ``numba_transpose.py``  copies of tensors whose steps, not channels, are contiguous

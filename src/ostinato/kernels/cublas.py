@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels.nvrtc import empty, permitted_in_captures
+from ostinato.kernels.cuda.nvrtc import empty, permitted_in_captures
 
 # From cuBLAS's headers.
 _FLOAT32 = 0  # CUDA_R_32F

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels import convolution, cublas, nvrtc
+from ostinato.kernels import convolution, cublas
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.precision import products_round
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 
 TILE, SLAB = 32, 16  # rows and columns that a warp computes, alone or with others; what it sums at once
 WARPS, BLOCKS = 8, 2  # of a block; at once on a multiprocessor
@@ -133,4 +133,4 @@ def source(dtype: torch.dtype, rounds: bool, cluster: int) -> tuple[str, nvrtc.M
     sizes = ("TILE", TILE), ("SLAB", SLAB), ("WARPS", WARPS), ("BLOCKS", BLOCKS), ("CLUSTER", cluster)
     room = ("TENSORS", _TENSORS), ("PRODUCTS", _PRODUCTS)
     scalar = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 2 if narrow else 1), ("TENSOR_CORES", int(rounds or narrow))
-    return nvrtc.source("numeric.cuh", "products.cu"), (*scalar, *sizes, *room)
+    return nvrtc.source("cuda/numeric.cuh", "products.cu"), (*scalar, *sizes, *room)

@@ -10,7 +10,7 @@ from torch import nn
 
 import ostinato
 from gpus import ARCHITECTURES
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent.cuda import step as cuda_step
 from ostinato.kernels.persistent.plan import GATES
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent import cuda, reference
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import passes

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpus import H100
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent import backends
 from ostinato.kernels.persistent.cuda import geometry, search, wavefront
 from ostinato.kernels.persistent.cuda import launch as cuda_launch

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional as F
 
 import ostinato
-from ostinato.kernels import nvrtc, products
+from ostinato.kernels import products
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent import operators, reference
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, Arguments
 from ostinato.kernels.persistent.cuda import small

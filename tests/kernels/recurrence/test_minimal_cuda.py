@@ -9,7 +9,7 @@ import torch
 import ostinato
 from gpus import ARCHITECTURES
 from minimal_layers import GATES, layer, layer_backward
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
 from ostinato.minimal.recurrences import recurrence_of
 from scan_kernels import TOLERANCE, assert_close, force, gpu, relative_error

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ostinato
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence
 from ostinato.kernels.recurrence.symbolic.tracer import trace

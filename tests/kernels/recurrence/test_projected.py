@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ostinato
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.recurrence.linear import projected
 from ostinato.minimal.recurrences import CANDIDATES, GATES, recurrence_of
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ostinato
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.scan.cuda import compose
 
 TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-12}

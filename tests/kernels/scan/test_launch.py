@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpus import ARCHITECTURES, GPUS
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.recurrence.linear.element import element_name, print_element
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan.cuda import launch, workspace

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.interface import Kernels, KernelsOfCPU, KernelsOfGPU

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ostinato.kernels.cuda.streams import beside
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.persistent.operators import (
@@ -23,7 +24,6 @@ from ostinato.kernels.persistent.operators import (
     whole,
 )
 from ostinato.kernels.several import of_several, one_operator
-from ostinato.kernels.streams import beside
 
 
 class _Both(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ostinato.kernels.cuda.streams import in_waves
 from ostinato.kernels.dispatch import or_empty
 from ostinato.kernels.gemm import gradient_of_input
 from ostinato.kernels.persistent.arguments import INPUTS, Arguments, Layer, Saved
@@ -28,7 +29,6 @@ from ostinato.kernels.persistent.operators import (
     saved_by,
 )
 from ostinato.kernels.persistent.plan import GATES
-from ostinato.kernels.streams import in_waves
 
 UNIT = 8  # steps, at multiples of which portions begin, so that their rows are aligned in 16 bits, too
 

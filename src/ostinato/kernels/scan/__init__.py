@@ -108,7 +108,7 @@ def choose_backend(name: str, device_type: str) -> Backend:
 
     Raises ValueError if there is none of that name, RuntimeError if it cannot run there.
     """
-    from ostinato.kernels import nvrtc
+    from ostinato.kernels.cuda import nvrtc
 
     if name == "auto":
         can_launch = device_type == "cuda" and nvrtc.why_no_cuda() is None

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent.plan import GATES
 
 SCALARS = {dtype: nvrtc.SCALARS[dtype] for dtype in (torch.float32, torch.float16, torch.bfloat16)}

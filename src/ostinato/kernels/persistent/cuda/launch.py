@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.cuda.streams import launch_stream
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent.arguments import Layer
 from ostinato.kernels.persistent.cuda.geometry import THREADS, Geometry
 from ostinato.kernels.persistent.cuda.packing import Packing, pack
 from ostinato.kernels.persistent.cuda.source import feature, files, macros
-from ostinato.kernels.streams import launch_stream
 
 _POINTERS = (
     *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
@@ -68,7 +68,7 @@ def compile_kernels(
 def source_of_biases(dtype: torch.dtype) -> tuple[str, nvrtc.Macros]:
     """CUDA C++ and its preprocessor definitions."""
     definitions = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 1)
-    return nvrtc.source("numeric.cuh", "persistent/cuda/biases.cu"), definitions
+    return nvrtc.source("cuda/numeric.cuh", "persistent/cuda/biases.cu"), definitions
 
 
 def packing_of(mask: Tensor, geometry: Geometry) -> Packing:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cuda.geometry import THREADS
 from ostinato.kernels.persistent.cuda.launch import launch, source_of_biases

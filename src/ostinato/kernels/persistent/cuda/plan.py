@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels import nvrtc, products
+from ostinato.kernels import products
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent.cuda import cudnn, small
 from ostinato.kernels.persistent.cuda.costs import microseconds

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from ostinato.kernels.nvrtc import Macros
+from ostinato.kernels.cuda.nvrtc import Macros
 from ostinato.kernels.persistent.cuda.geometry import SCALARS, WARPS, Geometry
 
 
@@ -32,7 +32,7 @@ def files(geometry: Geometry) -> tuple[str, ...]:
 
 
 def _paths(*names: str) -> tuple[str, ...]:
-    return ("numeric.cuh", "barriers.cuh", *(f"persistent/cuda/{name}" for name in names))
+    return ("cuda/numeric.cuh", "cuda/barriers.cuh", *(f"persistent/cuda/{name}" for name in names))
 
 
 def macros(
@@ -95,7 +95,7 @@ def _macros_of_product(geometry: Geometry) -> Macros:
 
 
 def feature(geometry: Geometry) -> str:
-    """The feature that :func:`ostinato.kernels.nvrtc.load_kernel` compiles for: warps give registers to others."""
+    """The feature that :func:`ostinato.kernels.cuda.nvrtc.load_kernel` compiles for: warps give registers to others."""
     return "a" if geometry.turns > 1 else ""
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ostinato.kernels import nvrtc
-from ostinato.kernels.nvrtc import SCALARS, Macros, empty
+from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.cuda.nvrtc import SCALARS, Macros, empty
 from ostinato.kernels.persistent.plan import GATES
 
 WARPS = 4  # of a block
@@ -110,7 +110,7 @@ def _groups(batch: int) -> int:
 @functools.cache
 def source() -> str:
     """The CUDA C++ of ``step.cu`` with what it uses."""
-    return nvrtc.source("numeric.cuh", "gemv.cuh", "persistent/cuda/step.cu")
+    return nvrtc.source("cuda/numeric.cuh", "cuda/gemv.cuh", "persistent/cuda/step.cu")
 
 
 def macros(cell: str, dtype: torch.dtype, batch: int, inputs: int, hidden: int, low: int = 0) -> Macros:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels import nvrtc
-from ostinato.kernels.nvrtc import SCALARS, Macros, address, empty
+from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.cuda.nvrtc import SCALARS, Macros, address, empty
 from ostinato.kernels.recurrence.arguments import LayerArguments, by_kind
 from ostinato.kernels.recurrence.linear.element import element_name, print_element
 from ostinato.kernels.recurrence.symbolic.trace import parse
@@ -240,8 +240,8 @@ class Step:
 @functools.cache
 def step_source(recurrence: str) -> str:
     """The CUDA C++ of ``projected_step.cu`` with what it uses, for a recurrence."""
-    before, code = nvrtc.source("numeric.cuh", "gemv.cuh", "scan/cuda/elements.cuh"), element_of(recurrence, False).code
-    return before + code + nvrtc.source("recurrence/linear/projected_step.cu")
+    before = nvrtc.source("cuda/numeric.cuh", "cuda/gemv.cuh", "scan/cuda/elements.cuh")
+    return before + element_of(recurrence, False).code + nvrtc.source("recurrence/linear/projected_step.cu")
 
 
 def step_macros(recurrence: str, dtype: torch.dtype, batch: int, inputs: int, low: int = 0) -> Macros:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels import nvrtc
-from ostinato.kernels.nvrtc import SCALARS, Macros
+from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.cuda.nvrtc import SCALARS, Macros
 from ostinato.kernels.recurrence.linear.cuda import element_of
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan.cuda.workspace import launching, published_of
@@ -202,7 +202,7 @@ def _prepare(
 @functools.lru_cache(maxsize=64)
 def source(recurrence: str) -> str:
     """The CUDA file."""
-    shared = nvrtc.source("numeric.cuh", "barriers.cuh", "scan/cuda/elements.cuh", "scan/cuda/messages.cuh")
+    shared = nvrtc.source("cuda/numeric.cuh", "cuda/barriers.cuh", "scan/cuda/elements.cuh", "scan/cuda/messages.cuh")
     code = element_of(recurrence, False).code
     files = "hopper.cuh", "projected_tile.cuh", "projected_scan.cuh", "projected.cu"
     return shared + code + nvrtc.source(*(f"recurrence/linear/{name}" for name in files))

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels import eager, nvrtc
-from ostinato.kernels.nvrtc import SCALARS, Macros, address
+from ostinato.kernels import eager
+from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.cuda.nvrtc import SCALARS, Macros, address
 from ostinato.kernels.recurrence.arguments import Call
 from ostinato.kernels.recurrence.nonlinear.cell import print_cell
 from ostinato.kernels.recurrence.symbolic.trace import Trace
@@ -28,7 +29,7 @@ PASSES = 5  # at most after the first, before a channel that has not converged i
 
 @functools.cache
 def source(trace: Trace) -> str:
-    return nvrtc.source("numeric.cuh") + print_cell(trace) + nvrtc.source("recurrence/nonlinear/steps.cu")
+    return nvrtc.source("cuda/numeric.cuh") + print_cell(trace) + nvrtc.source("recurrence/nonlinear/steps.cu")
 
 
 def macros(

@@ -6,8 +6,8 @@ import struct
 import torch
 from torch import Tensor
 
-from ostinato.kernels import nvrtc
-from ostinato.kernels.nvrtc import SCALARS, Macros, address
+from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.cuda.nvrtc import SCALARS, Macros, address
 from ostinato.kernels.scan.cuda.problem import describe_device
 from ostinato.kernels.scan.cuda.scans import along_channels
 
@@ -97,7 +97,7 @@ def _kernel(dtype: torch.dtype, vector: int, lanes: int, device: int) -> nvrtc.K
 
 @functools.cache
 def _passing_kernel(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
-    code = nvrtc.source("numeric.cuh", "scan/cuda/pass_on.cu")
+    code = nvrtc.source("cuda/numeric.cuh", "scan/cuda/pass_on.cu")
     return nvrtc.load_kernel("pass_on", code, passing_macros(dtype), device)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ostinato.kernels.nvrtc import Macros
+from ostinato.kernels.cuda.nvrtc import Macros
 
 
 class Geometry(NamedTuple):

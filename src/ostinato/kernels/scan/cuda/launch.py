@@ -1,7 +1,7 @@
 """The scan kernel's launch: which kernel a problem is compiled to, and with what parameters it is started.
 
 The kernel is in ``scan.cu``, its operations in ``elements.cuh``, its launch geometry in ``choice.py``; every
-combination of operation, dtype and geometry is compiled on first use (:mod:`ostinato.kernels.nvrtc`).
+combination of operation, dtype and geometry is compiled on first use (:mod:`ostinato.kernels.cuda.nvrtc`).
 """
 
 import functools
@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels import eager, nvrtc
-from ostinato.kernels.nvrtc import SCALARS, Macros, address
+from ostinato.kernels import eager
+from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.cuda.nvrtc import SCALARS, Macros, address
 from ostinato.kernels.scan.cuda.choice import choose_geometry
 from ostinato.kernels.scan.cuda.geometry import Geometry, macros
 from ostinato.kernels.scan.cuda.problem import Problem, criteria_of, join
@@ -36,7 +37,7 @@ class _Launch(NamedTuple):
 @functools.cache
 def source(code: str = "") -> str:
     """The source of the scan kernel, with a generated element's code."""
-    before = nvrtc.source("numeric.cuh", "barriers.cuh", "scan/cuda/elements.cuh", "scan/cuda/messages.cuh")
+    before = nvrtc.source("cuda/numeric.cuh", "cuda/barriers.cuh", "scan/cuda/elements.cuh", "scan/cuda/messages.cuh")
     shapes, memory = ("tile.cuh", "composition.cuh", "place.cuh"), ("copies.cuh", "cluster.cuh", "shared.cuh")
     parts = (*shapes, *memory, "resets.cuh", "steps.cuh", "rescan.cuh", "chain.cuh", "scan.cu")
     return before + code + nvrtc.source(*(f"scan/cuda/{name}" for name in parts))

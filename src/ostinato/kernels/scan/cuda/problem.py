@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.scan.cuda.criteria import Criteria, Device
 from ostinato.kernels.scan.cuda.narrow import sequences_joined
 

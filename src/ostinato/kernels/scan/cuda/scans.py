@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels.nvrtc import address, empty
+from ostinato.kernels.cuda.nvrtc import address, empty
 from ostinato.kernels.scan import Gradients, Order
 from ostinato.kernels.scan.cuda.launch import Scan
 from ostinato.kernels.scan.cuda.problem import Problem

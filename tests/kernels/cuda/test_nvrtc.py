@@ -9,7 +9,7 @@ from importlib import metadata
 import pytest
 import torch
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.scan import choose_backend
 
 

@@ -67,8 +67,8 @@ def can_launch() -> bool:
 
 @functools.cache
 def source(*names: str) -> str:
-    """The text of the CUDA files of this folder, one after the other."""
-    folder = resources.files(__package__)
+    """The text of CUDA files, by their paths from ``kernels/``, one after the other."""
+    folder = resources.files("ostinato.kernels")
     return "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import ostinato
-from ostinato.kernels import cache, nvrtc
+from ostinato.kernels import cache
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.recurrence.linear import cuda
 from ostinato.kernels.recurrence.linear import layer as layer_scan
 from ostinato.kernels.recurrence.linear import operator as linear_recurrence

@@ -1,0 +1,10 @@
+"""What kernels on NVIDIA GPUs share:
+
+================  ==================================================
+``nvrtc.py``      kernels: compiled, loaded, launched
+``streams.py``    kernels beside each other
+``numeric.cuh``   numbers: their types, arithmetic, memory accesses
+``barriers.cuh``  barriers
+``gemv.cuh``      products of a matrix and a vector
+================  ==================================================
+"""
