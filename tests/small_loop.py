@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ostinato.kernels.numba_loops import compiled_loop, inline, structure_at
-from ostinato.kernels.numba_math import sigmoids
+from ostinato.kernels.cpu.elementary import sigmoids
+from ostinato.kernels.cpu.loops import compiled_loop, inline, structure_at
 
 _WORK = np.dtype([("x", np.float64), ("y", np.float64)])
 

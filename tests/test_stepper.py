@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import ostinato
-from ostinato.kernels import threads
+from ostinato.kernels.cpu import threads
 from ostinato.kernels.persistent.cpu import step as cpu_step
 from ostinato.models import LanguageModel
 from ostinato.recurrent.cells import by_cells

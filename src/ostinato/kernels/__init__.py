@@ -12,11 +12,7 @@
 ``products.py``         several small products in one launch on a GPU, by ``products.cu``
 ``precision.py``        whether float32 may be rounded to tf32, and what autocast computes in
 ``cuda/``               what kernels on NVIDIA GPUs share
-``numba_loops.py``      the CPU's loops: compiled, and how they access memory
-``numba_math.py``       their arithmetic
-``numba_transpose.py``  copies of tensors whose steps, not channels, are contiguous
-``threads.py``          the threads that run them
-``memory.py``           memory for their results
+``cpu/``                what those on CPUs do
 ``cache.py``            what was compiled, on disk
 ======================  ==================================================================
 """

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from comparisons import TOLERANCE, assert_close, assert_same, strided
 from minimal_layers import layer, layer_backward
-from ostinato.kernels import memory
-from ostinato.kernels import threads as kernel_threads
-from ostinato.kernels.numba_loops import NUMPY_DTYPES
-from ostinato.kernels.numba_transpose import is_transposable, transposed
+from ostinato.kernels.cpu import memory
+from ostinato.kernels.cpu import threads as kernel_threads
+from ostinato.kernels.cpu.loops import NUMPY_DTYPES
+from ostinato.kernels.cpu.transpose import is_transposable, transposed
 from ostinato.kernels.scan import Order, cpu, cpu_loops, cpu_narrow, reference
 from ostinato.minimal.recurrences import RECURRENCES
 
@@ -585,7 +585,7 @@ def test_memory_kept_for_reuse_follows_the_sizes_in_use(monkeypatch):
 FORK = """
 import os, signal, torch
 torch.set_num_threads(2)  # where the tests have one, no team of OpenMP would be lost
-from ostinato.kernels import threads
+from ostinato.kernels.cpu import threads
 from ostinato.kernels.scan import Order, cpu
 a, b = torch.rand(2, 500, 300), torch.rand(2, 500, 300)
 def scan():

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.memory import empty_like
-from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
-from ostinato.kernels.numba_transpose import is_transposable, transposed
+from ostinato.kernels.cpu.loops import LINE, NUMPY_DTYPES
+from ostinato.kernels.cpu.memory import empty_like
+from ostinato.kernels.cpu.threads import run_loop, threads_for
+from ostinato.kernels.cpu.transpose import is_transposable, transposed
 from ostinato.kernels.scan import Gradients, Order, cpu_loops, cpu_narrow
-from ostinato.kernels.threads import run_loop, threads_for
 
 SCAN_WIDTH = 1024  # channels a task has at least: a scan moves memory, fastest in long rows
 WIDE = 32  # channels from which on each part of a step in log space takes a loop of its own

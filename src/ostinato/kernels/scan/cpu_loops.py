@@ -20,7 +20,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ostinato.kernels.numba_loops import (
+from ostinato.kernels.cpu.elementary import cast, exp, log1p, multiply_add, sigmoids
+from ostinato.kernels.cpu.loops import (
     LINE,
     compiled_loop,
     inline,
@@ -30,7 +31,6 @@ from ostinato.kernels.numba_loops import (
     structure_at,
     take_task,
 )
-from ostinato.kernels.numba_math import cast, exp, log1p, multiply_add, sigmoids
 
 
 class ScanWork(ctypes.Structure):

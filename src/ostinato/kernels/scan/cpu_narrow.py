@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.kernels.numba_loops import compiled_loop, pointer_to, structure_at, take_task
+from ostinato.kernels.cpu.loops import compiled_loop, pointer_to, structure_at, take_task
 from ostinato.kernels.scan.cpu_loops import SCAN_WORK, linear, linear_gradients, load, store
 
 TURN = 32  # steps

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ostinato.kernels.numba_loops import LINE, inline, offset
+from ostinato.kernels.cpu.loops import LINE, inline, offset
 
 COUNTERS = LINE // 8  # in a line
 _NEXT_STEP, _ARRIVED = 0, 1

@@ -4,8 +4,8 @@
 They are functions apart: of one for all, Numba would compile every branch, and how strings are compared.
 """
 
-from ostinato.kernels.numba_loops import inline, restricted
-from ostinato.kernels.numba_math import cast, multiply_add, sigmoids, tanh_slope
+from ostinato.kernels.cpu.elementary import cast, multiply_add, sigmoids, tanh_slope
+from ostinato.kernels.cpu.loops import inline, restricted
 
 load, store = restricted(
     *("p0", "p1", "p2", "p3", "s0", "s1", "s2", "s3", "h", "c", "out", "kept"),

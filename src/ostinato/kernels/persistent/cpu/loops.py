@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.kernels.numba_loops import (
+from ostinato.kernels.cpu.loops import (
     compiled_loop,
     inline,
     integers,

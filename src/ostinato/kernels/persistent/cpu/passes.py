@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.kernels.cpu.loops import LINE, NUMPY_DTYPES
+from ostinato.kernels.cpu.threads import run_loop, threads_for
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
 from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cpu import loops, products, pruned
 from ostinato.kernels.persistent.cpu.barrier import COUNTERS
 from ostinato.kernels.persistent.cpu.entries import SLICE, Entries, backward_entries, forward_entries
 from ostinato.kernels.persistent.plan import GATES, Plan, keeps_gates
-from ostinato.kernels.threads import run_loop, threads_for
 
 PART = 1 << 16  # weights of a part of a step that pay off a thread
 # Bytes of weights that no core's own cache holds beside all else: then threads divide the units of few sequences.

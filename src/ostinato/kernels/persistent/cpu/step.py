@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.numba_loops import NUMPY_DTYPES
+from ostinato.kernels.cpu.loops import NUMPY_DTYPES
+from ostinato.kernels.cpu.threads import run_loop, threads_for
 from ostinato.kernels.persistent.cpu.entries import SLICE
 from ostinato.kernels.persistent.cpu.products import ROWS
 from ostinato.kernels.persistent.cpu.step_loop import MatrixWork, Work, step_loop
 from ostinato.kernels.persistent.cpu.step_matrices import DENSE, MOST_SEQUENCES, Matrix, matrix_of, packed_matrix
 from ostinato.kernels.persistent.plan import GATES
-from ostinato.kernels.threads import run_loop, threads_for
 
 GROUP = 16  # units of a task: a cache line of float32
 empty: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]  # faster than through the dispatcher

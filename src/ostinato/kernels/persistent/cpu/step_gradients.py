@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.kernels.numba_loops import (
+from ostinato.kernels.cpu.loops import (
     NUMPY_DTYPES,
     compiled_loop,
     integers,
@@ -23,11 +23,11 @@ from ostinato.kernels.numba_loops import (
     structure_at,
     take_task,
 )
+from ostinato.kernels.cpu.threads import run_loop
 from ostinato.kernels.persistent.cpu.cells import BACKWARD_UNIT
 from ostinato.kernels.persistent.cpu.products import combiner
 from ostinato.kernels.persistent.cpu.step import GROUP, threads_of
 from ostinato.kernels.persistent.plan import GATES
-from ostinato.kernels.threads import run_loop
 
 COLUMNS = 64  # of a task
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.memory import empty, empty_like
-from ostinato.kernels.numba_loops import NUMPY_DTYPES
+from ostinato.kernels.cpu.loops import NUMPY_DTYPES
+from ostinato.kernels.cpu.memory import empty, empty_like
+from ostinato.kernels.cpu.threads import run_loop, threads_for
 from ostinato.kernels.recurrence.arguments import LayerArguments, by_kind, first_sequence
 from ostinato.kernels.recurrence.linear import cpu_loops
 from ostinato.kernels.recurrence.linear.steps import Steps, steps_of
@@ -19,7 +20,6 @@ from ostinato.kernels.recurrence.symbolic.graph import Graph, evaluate
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.cpu import as_dtype, blocks_of, compute_dtype, constant, initial_state, rows
-from ostinato.kernels.threads import run_loop, threads_for
 
 WIDTH = 32  # the least channels of a task
 GROUPS = 16  # of sequences with separate sums of parameter gradients, so that results do not depend on threads

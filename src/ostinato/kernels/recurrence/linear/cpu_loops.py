@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.kernels import numba_math
-from ostinato.kernels.numba_loops import (
+from ostinato.kernels.cpu import elementary
+from ostinato.kernels.cpu.loops import (
     compiled_loop,
     inline,
     integers,
@@ -63,7 +63,7 @@ def _generated(trace: Trace, backward: bool, dtype: type) -> tuple[str, dict[str
     numbered = [f"{name}{k}" for name in ("x", "c", "grad", "sum") for k in range(64)]
     load, store = restricted("state", "out", "h", "grad_h", *(name for name in numbered if name in source))
     names: dict[str, Any] = {
-        **vars(numba_math),
+        **vars(elementary),
         "pointer_to": pointer_to,
         "prefetch": prefetch,
         "load": load,

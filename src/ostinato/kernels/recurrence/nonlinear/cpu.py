@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.kernels import numba_math
-from ostinato.kernels.memory import empty
-from ostinato.kernels.numba_loops import (
+from ostinato.kernels.cpu import elementary
+from ostinato.kernels.cpu.loops import (
     NUMPY_DTYPES,
     compiled_loop,
     integers,
@@ -20,11 +19,12 @@ from ostinato.kernels.numba_loops import (
     structure_at,
     take_task,
 )
+from ostinato.kernels.cpu.memory import empty
+from ostinato.kernels.cpu.threads import run_loop, threads_for
 from ostinato.kernels.recurrence.arguments import Call
 from ostinato.kernels.recurrence.nonlinear.loop import Arrays, print_loop
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse, with_state
 from ostinato.kernels.scan.cpu import blocks_of, compute_dtype, constant, initial_state, rows
-from ostinato.kernels.threads import run_loop, threads_for
 
 WIDTH = 64  # channels that a block has at least
 FLUSH = 64  # steps whose gradients of parameters are summed in the loop's dtype before they join the float64 total
@@ -43,7 +43,7 @@ def _loop(trace: Trace, backward: bool, dtype: type) -> tuple[Any, type[ctypes.S
     work = type("Work", (ctypes.Structure,), {"_fields_": fields})
     load, store = restricted(*arrays.of_steps, *arrays.first, *arrays.plain)
     source = print_loop(trace, backward)
-    names: dict[str, Any] = {**vars(numba_math), "load": load, "store": store, "dtype": dtype, "FLUSH": FLUSH}
+    names: dict[str, Any] = {**vars(elementary), "load": load, "store": store, "dtype": dtype, "FLUSH": FLUSH}
     names |= {"pointer_to": pointer_to, "structure_at": structure_at, "take_task": take_task}
     names |= {"WORK": np.dtype(work), "int64": np.int64, "uint8": np.uint8, "float64": np.float64}
     exec(compile(source, f"<{trace.name}>", "exec"), names)

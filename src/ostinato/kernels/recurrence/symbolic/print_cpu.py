@@ -1,4 +1,4 @@
-"""Graphs as lines of Python that Numba compiles, with the functions of ``numba_math.py``."""
+"""Graphs as lines of Python that Numba compiles, with the functions of ``cpu/elementary.py``."""
 
 import math
 

@@ -102,7 +102,7 @@ def _variant(function: Callable) -> tuple:
 def _hash_sources() -> str | None:
     """None where they cannot be read, as in a frozen application: then nothing is cached."""
     try:
-        texts = sorted(_texts(resources.files(__package__)))
+        texts = sorted(_texts(resources.files("ostinato.kernels")))
     except OSError:
         return None
     return cache.key_of(*texts) if texts else None

@@ -15,8 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from ostinato.kernels.memory import empty_like
-from ostinato.kernels.numba_loops import (
+from ostinato.kernels.cpu.loops import (
     LINE,
     NUMPY_DTYPES,
     compiled_loop,
@@ -26,7 +25,8 @@ from ostinato.kernels.numba_loops import (
     structure_at,
     take_task,
 )
-from ostinato.kernels.threads import run_loop, threads_for
+from ostinato.kernels.cpu.memory import empty_like
+from ostinato.kernels.cpu.threads import run_loop, threads_for
 
 STRIP = 64  # channels that a task copies of a sequence: few enough for the lines of a block of steps to stay cached
 
