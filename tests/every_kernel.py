@@ -20,7 +20,7 @@ import scan_kernels
 from kernels.persistent import test_cuda_step, test_directions, test_passes, test_small
 from kernels.recurrence import test_nonlinear_recurrence, test_projected
 from minimal_layers import GATES, layer, layer_backward
-from ostinato.kernels import gemm, products
+from ostinato.kernels.matmul import gemm, grouped
 from ostinato.kernels.persistent import cuda as persistent
 from ostinato.kernels.persistent import plan
 from ostinato.kernels.persistent.arguments import Arguments
@@ -166,7 +166,7 @@ def sums_of_biases():
 def products_of_small_layers(sharers):
     test_small.forget_products()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "sharers_of", test_small.shared_by(sharers))
+        patch.setattr(grouped, "sharers_of", test_small.shared_by(sharers))
         for cell, size, (dtype, rounds) in itertools.product(test_small.CELLS, test_small.SIZES, test_small.TOLERANCE):
             given, h, found = test_small.inputs(cell, size, dtype)
             given, found = Arguments(*map(test_passes.on_gpu, given)), [*map(test_passes.on_gpu, found)]
@@ -307,7 +307,7 @@ PARTS["transposition"] = transpositions
 PARTS["previous"] = shifts
 PARTS["biases"] = sums_of_biases
 for name, sharers in zip(
-    ("small-layers-warps", "small-layers-blocks", "small-layers-clusters"), products.ADDING, strict=True
+    ("small-layers-warps", "small-layers-blocks", "small-layers-clusters"), grouped.ADDING, strict=True
 ):
     PARTS[name] = partial(products_of_small_layers, sharers)
 PARTS["wide-1152"] = partial(wide, 1152, torch.bfloat16)

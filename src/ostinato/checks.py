@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.precision import autocast_dtype
+from ostinato.kernels.matmul.precision import autocast_dtype
 from ostinato.kernels.scan.operators import shortened
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

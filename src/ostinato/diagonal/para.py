@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
-from ostinato.kernels.gemm import linear
+from ostinato.kernels.matmul.gemm import linear
 from ostinato.recurrence import recurrence
 from ostinato.states import Hidden, State
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ostinato.checks import check_integers
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
-from ostinato.kernels.gemm import linear
+from ostinato.kernels.matmul.gemm import linear
 from ostinato.recurrence import recurrence
 from ostinato.states import Hidden
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
-from ostinato.kernels.gemm import linear
+from ostinato.kernels.matmul.gemm import linear
 from ostinato.recurrence import recurrence
 from ostinato.states import Hidden
 

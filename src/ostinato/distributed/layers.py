@@ -13,7 +13,7 @@ from ostinato.distributed.boundary import Boundary
 from ostinato.distributed.collectives import Gathered, Shared, group_of
 from ostinato.distributed.kinds import Minimal
 from ostinato.distributed.steps import ends
-from ostinato.kernels.gemm import linear
+from ostinato.kernels.matmul.gemm import linear
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -7,10 +7,7 @@
 ``eager.py``            which calls may bypass their registration, and functions prepared for them
 ``derived.py``          what is computed from a tensor, until it changes
 ``export.py``           programs that run without this library
-``gemm.py``             matrix products over all steps; ``convolution.py``, those on AMD's CPUs, ``cublas.py``, those of
-                        another precision than PyTorch's, ``transpose.cu``, a copy that they are faster of
-``products.py``         several small products in one launch on a GPU, by ``products.cu``
-``precision.py``        whether float32 may be rounded to tf32, and what autocast computes in
+``matmul/``             products of matrices
 ``cuda/``               what kernels on NVIDIA GPUs share
 ``cpu/``                what those on CPUs do
 ``cache.py``            what was compiled, on disk

@@ -16,7 +16,7 @@ from ostinato.checks import (
     check_like_weight,
 )
 from ostinato.kernels.export import refuse_script
-from ostinato.kernels.gemm import linear
+from ostinato.kernels.matmul.gemm import linear
 from ostinato.kernels.recurrence.linear.layer import layer_scan
 from ostinato.kernels.scan import BACKENDS
 from ostinato.layers import draw_parameters

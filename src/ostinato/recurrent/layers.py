@@ -11,10 +11,10 @@ from torch._subclasses import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.checks import check_flags, check_integers, check_resets
+from ostinato.kernels.matmul.precision import autocast_dtype
 from ostinato.kernels.persistent.backends import least_steps
 from ostinato.kernels.persistent.modes import is_vmapped
 from ostinato.kernels.persistent.plan import Plan, no_kernel
-from ostinato.kernels.precision import autocast_dtype
 from ostinato.layers import LayerCall
 from ostinato.recurrent.scripting import OneState, ScriptedLayers, TwoStates
 from ostinato.recurrent.sequences import LEFT_TO_TORCH, SequenceLayers

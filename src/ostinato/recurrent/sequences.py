@@ -11,13 +11,13 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.eager import Prepared, is_eager
+from ostinato.kernels.matmul.precision import autocast_dtype, layers_round
 from ostinato.kernels.persistent.backends import IN_WAVES, is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.directions import recurrent_layers
 from ostinato.kernels.persistent.modes import can_take, count_operations, is_vmapped
 from ostinato.kernels.persistent.operators import recurrent_layer
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.stacks import stacked_layers
-from ostinato.kernels.precision import autocast_dtype, layers_round
 from ostinato.masks import mask_of
 from ostinato.recurrent.rows import as_given, has_several_lengths, in_rows, offsets_of, size_of
 from ostinato.recurrent.torch_layers import takes_as_they_are

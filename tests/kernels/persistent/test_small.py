@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 import ostinato
-from ostinato.kernels import products
 from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.matmul import grouped
 from ostinato.kernels.persistent import operators, reference
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, Arguments
 from ostinato.kernels.persistent.cuda import small
@@ -64,7 +64,7 @@ def computed(described, tensors):
         total += 0 if one.bias is None else tensors[one.bias]
         for a, b, size in one.pairs:
             right = part(tensors[b.tensor], one.columns, size, b, flipped=True)
-            if a is products.NOTHING:
+            if a is grouped.NOTHING:
                 total += right.sum(0)
             else:
                 total += part(tensors[a.tensor], one.rows, size, a, flipped=False) @ right
@@ -115,7 +115,7 @@ def sharing(monkeypatch):
     """Sets how many warps share a tile."""
 
     def share(sharers):
-        monkeypatch.setattr(products, "sharers_of", shared_by(sharers))
+        monkeypatch.setattr(grouped, "sharers_of", shared_by(sharers))
         forget_products()
 
     yield share
@@ -123,7 +123,7 @@ def sharing(monkeypatch):
 
 
 def shared_by(sharers):
-    return lambda described, *_: [products.WARPS if one.adds_rows else sharers for one in described]
+    return lambda described, *_: [grouped.WARPS if one.adds_rows else sharers for one in described]
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -165,11 +165,11 @@ def test_captures_prepare_for_kernels_alone(monkeypatch):
     assert operators.executor_of(*given).kernels is reference
 
 
-@pytest.mark.parametrize(("architecture", "cluster"), [("sm_80", 1), ("sm_100", products.CLUSTER)])
+@pytest.mark.parametrize(("architecture", "cluster"), [("sm_80", 1), ("sm_100", grouped.CLUSTER)])
 @pytest.mark.parametrize(("dtype", "rounds"), [(f32, False), (f32, True), (f16, False), (bf16, False)])
 def test_products_compile_without_a_gpu(architecture, cluster, dtype, rounds):
     pytest.importorskip("cuda.core")
-    code, macros = products.source(dtype, rounds, cluster)
+    code, macros = grouped.source(dtype, rounds, cluster)
     assert nvrtc.compile_cubin(code, architecture, dict(macros))[:4] == b"\x7fELF"
 
 
@@ -178,32 +178,32 @@ TOLERANCE = {(f32, False): 3e-6, (f32, True): 3e-3, (f16, False): 2e-3, (bf16, F
 
 def described(rows, summed, columns):
     """A product of these sizes."""
-    factors = products.Factor(0, 1, 1), products.Factor(1, 1, 1), summed
-    return products.Product([factors], rows, columns, 2)
+    factors = grouped.Factor(0, 1, 1), grouped.Factor(1, 1, 1), summed
+    return grouped.Product([factors], rows, columns, 2)
 
 
 def test_as_many_warps_share_a_tile_as_a_gpu_has_room_for():
-    warps, cluster = products.WARPS, products.CLUSTER
+    warps, cluster = grouped.WARPS, grouped.CLUSTER
     many, few, large = described(32768, 32, 96), described(96, 8192, 32), described(768, 512, 256)
-    assert products.sharers_of([many], cluster, 132) == [1]  # tiles of short sums
-    assert products.sharers_of([described(64, 256, 64)], cluster, 132) == [warps]
-    assert products.sharers_of([few], cluster, 132) == [warps * cluster]  # of long ones
-    assert products.sharers_of([few], 1, 108) == [warps]
-    assert products.sharers_of([large] * 2, cluster, 132) == [warps] * 2
-    sums = products.Product([(products.NOTHING, products.Factor(0, 1, 1), 8192)], 1, 96, 1)
-    assert products.sharers_of([many, sums, few], cluster, 132) == [1, warps, warps * cluster]
+    assert grouped.sharers_of([many], cluster, 132) == [1]  # tiles of short sums
+    assert grouped.sharers_of([described(64, 256, 64)], cluster, 132) == [warps]
+    assert grouped.sharers_of([few], cluster, 132) == [warps * cluster]  # of long ones
+    assert grouped.sharers_of([few], 1, 108) == [warps]
+    assert grouped.sharers_of([large] * 2, cluster, 132) == [warps] * 2
+    sums = grouped.Product([(grouped.NOTHING, grouped.Factor(0, 1, 1), 8192)], 1, 96, 1)
+    assert grouped.sharers_of([many, sums, few], cluster, 132) == [1, warps, warps * cluster]
 
 
-@pytest.mark.parametrize("sharers", products.ADDING)
+@pytest.mark.parametrize("sharers", grouped.ADDING)
 def test_blocks_are_enough_for_all_tiles_in_whole_clusters(sharers):
-    for rows, columns, cluster in itertools.product((1, 32, 33, 300), (1, 64, 95), (1, products.CLUSTER)):
-        one, warps = described(rows, 100, columns), products.WARPS
+    for rows, columns, cluster in itertools.product((1, 32, 33, 300), (1, 64, 95), (1, grouped.CLUSTER)):
+        one, warps = described(rows, 100, columns), grouped.WARPS
         if sharers > warps * cluster:
             continue
         blocks = one.blocks(sharers, cluster)
         assert blocks % cluster == 0
         assert 0 <= blocks * warps - one.tiles * sharers < warps * cluster
-        assert one.tiles == -(-rows // products.TILE) * -(-columns // products.TILE)
+        assert one.tiles == -(-rows // grouped.TILE) * -(-columns // grouped.TILE)
 
 
 def test_small_layers_have_as_many_rows_as_blocks_can_share(monkeypatch):
@@ -246,10 +246,10 @@ def test_gradients_of_small_layers_match_float64(cell, dtype, rounds, nan_memory
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sharers", products.ADDING)
+@pytest.mark.parametrize("sharers", grouped.ADDING)
 @pytest.mark.parametrize(("dtype", "rounds"), TOLERANCE)
 def test_results_are_the_same_however_many_warps_share_a_tile(sharers, dtype, rounds, sharing, nan_memory):
-    if sharers > products.WARPS * products.cluster_of(torch.cuda.current_device()):
+    if sharers > grouped.WARPS * grouped.cluster_of(torch.cuda.current_device()):
         pytest.skip("this GPU has no clusters")
     torch.manual_seed(0)
     sharing(sharers)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import ostinato
 from ostinato.bench.workloads.run import Run, name_of
 from ostinato.diagonal.para import para_gru, para_lstm
-from ostinato.kernels.gemm import linear
+from ostinato.kernels.matmul.gemm import linear
 from ostinato.kernels.scan import reference
 from ostinato.minimal.recurrences import GATES, RECURRENCES
 

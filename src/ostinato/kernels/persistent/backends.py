@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.derived import derived_from
+from ostinato.kernels.matmul.precision import layers_round
 from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.interface import Kernels, KernelsOfCPU, KernelsOfGPU
 from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
-from ostinato.kernels.precision import layers_round
 
 IN_WAVES = ("cuda",)  # devices on which stacked layers can run at the same time
 

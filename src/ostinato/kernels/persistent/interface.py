@@ -22,7 +22,7 @@ Found = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 
 class SmallProducts(Protocol):
-    """The products of small layers with less overhead than those of ``gemm.py``."""
+    """The products of small layers with less overhead than those of ``matmul/gemm.py``."""
 
     def is_small(
         self, device: int, dtype: torch.dtype, rows: int, width: int, channels: int, training: bool, captured: bool, /
@@ -66,7 +66,7 @@ class Kernels(Protocol):
 
     @property
     def small(self) -> SmallProducts | None:
-        """What computes the products of small layers together, in place of ``gemm.py``."""
+        """What computes the products of small layers together, in place of ``matmul/gemm.py``."""
 
     # Single steps.
 

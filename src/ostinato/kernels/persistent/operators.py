@@ -14,17 +14,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels import cublas
 from ostinato.kernels.dispatch import gradient, operator, or_empty
 from ostinato.kernels.eager import is_eager
-from ostinato.kernels.gemm import add_product, gradient_of_input, gradient_of_weight, linear, linear_into, transposes
+from ostinato.kernels.matmul import cublas
+from ostinato.kernels.matmul.gemm import (
+    add_product,
+    gradient_of_input,
+    gradient_of_weight,
+    linear,
+    linear_into,
+    transposes,
+)
+from ostinato.kernels.matmul.precision import layers_round
 from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, INPUTS, NEEDED_BITS, TENSORS, Arguments, Layer, Saved
 from ostinato.kernels.persistent.backends import in_portions, is_captured, kernels_on, plan_layer
 from ostinato.kernels.persistent.interface import Found, Kernels, Results, SmallProducts
 from ostinato.kernels.persistent.modes import is_vmapped_last, without_autocast
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
-from ostinato.kernels.precision import layers_round
 
 NOTHING = (None,) * (INPUTS - len(DIFFERENTIABLE))  # the gradients of the other inputs
 OF_BIASES = sum(bit for bit, name in zip(NEEDED_BITS, DIFFERENTIABLE, strict=True) if name.startswith("bias"))

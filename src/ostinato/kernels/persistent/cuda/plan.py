@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels import products
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.derived import derived_from
+from ostinato.kernels.matmul import grouped
 from ostinato.kernels.persistent.cuda import cudnn, small
 from ostinato.kernels.persistent.cuda.costs import microseconds
 from ostinato.kernels.persistent.cuda.cudnn_costs import torchs_microseconds
@@ -71,7 +71,7 @@ def make_plan(
         of_product = call.length * call.batch, GATES[call.cell] * call.hidden_size, call.hidden_size
         of_call = call.training, call.captured
         if used and small.is_small(index, call.dtype, *of_product, *of_call):  # if its input is no wider
-            nvrtc.compile_ahead(*products.source(call.dtype, tf32, products.cluster_of(index)), index)
+            nvrtc.compile_ahead(*grouped.source(call.dtype, tf32, grouped.cluster_of(index)), index)
         compile_kernels(index, resets, call.packed, keeps, directions, *used)
     except (MemoryError, nvrtc.DoesNotCompile) as error:
         if directions > 1:

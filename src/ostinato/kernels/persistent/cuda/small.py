@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ostinato.kernels.matmul.grouped import CLUSTER, NOTHING, Factor, Product, Products, cluster_of
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, NEEDED_BITS, Arguments
 from ostinato.kernels.persistent.cuda.passes import previous
 from ostinato.kernels.persistent.interface import Found
-from ostinato.kernels.products import CLUSTER, NOTHING, Factor, Product, Products, cluster_of
 
 # Rows, by the blocks that can share a sum over them, numbers in a matrix, and multiply-adds of a product, by the bytes
 # of a number, up to which one launch takes an H200 no longer than cuBLAS's kernels, five or more for the gradients.

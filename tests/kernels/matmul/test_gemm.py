@@ -12,15 +12,15 @@ from torch.nn import functional as F
 
 import ostinato
 from comparisons import assert_close, assert_same, strided
-from ostinato.kernels import convolution, gemm
 from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.matmul import convolution, gemm
 
 TILE = {"ROWS": gemm.TILE[0], "COLUMNS": gemm.TILE[1]}
 
 
 def test_transposition_compiles_without_a_gpu():
     pytest.importorskip("cuda.core")
-    assert nvrtc.compile_cubin(nvrtc.source("transpose.cu"), "sm_90", TILE)[:4] == b"\x7fELF"
+    assert nvrtc.compile_cubin(nvrtc.source("matmul/transpose.cu"), "sm_90", TILE)[:4] == b"\x7fELF"
 
 
 def test_derivatives_of_a_linear_layer(monkeypatch):

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from ostinato.kernels import cublas
+from ostinato.kernels.matmul import cublas
 
 SHAPES = [(1, 1, 1), (5, 3, 2), (33, 257, 130), (512, 96, 1024), (2000, 64, 7), (4096, 512, 256)]  # M, K, N
 
@@ -20,7 +20,7 @@ def test_what_cublas_writes_has_its_size():
 
 DESTROYED = """
 import threading
-from ostinato.kernels import cublas
+from ostinato.kernels.matmul import cublas
 
 class Library:
     def __getattr__(self, name):

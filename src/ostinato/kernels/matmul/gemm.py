@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels import convolution, cublas
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.eager import is_eager
-from ostinato.kernels.precision import products_round
+from ostinato.kernels.matmul import convolution, cublas
+from ostinato.kernels.matmul.precision import products_round
 
 LONG, WIDE = 8192, 1024  # rows and width from which a transposition pays off
 TILE = 128, 32  # rows and columns that a block transposes
@@ -183,7 +183,7 @@ def transposed(x: Tensor, zeroed: Tensor | None = None) -> Tensor:
     macros = ("ROWS", TILE[0]), ("COLUMNS", TILE[1])
     zeroed = None if zeroed is None else zeroed.contiguous()
     addresses = x.data_ptr(), nvrtc.address(zeroed), y.data_ptr()
-    kernel = nvrtc.load_kernel("transpose", nvrtc.source("transpose.cu"), macros, x.get_device())
+    kernel = nvrtc.load_kernel("transpose", nvrtc.source("matmul/transpose.cu"), macros, x.get_device())
     kernel.launch(x.get_device(), blocks, 256, struct.pack("QQQqq", *addresses, rows, columns))
     return y
 

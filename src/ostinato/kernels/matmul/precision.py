@@ -6,7 +6,7 @@ Of RNN, GRU and LSTM the switch is that of ``torch.nn``'s layers, ``torch.backen
 
 import torch
 
-from ostinato.kernels import cublas
+from ostinato.kernels.matmul import cublas
 
 _precision = torch._C._get_fp32_precision_getter  # torch.backends' own, whose attributes take ten times as long
 

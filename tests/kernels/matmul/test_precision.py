@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ostinato.kernels import cublas
-from ostinato.kernels.precision import layers_round, products_round
+from ostinato.kernels.matmul import cublas
+from ostinato.kernels.matmul.precision import layers_round, products_round
 
 CUDA, f32 = torch.device("cuda"), torch.float32
 
