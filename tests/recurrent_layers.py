@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import ostinato
-from ostinato.kernels.eager import Prepared
+from ostinato.kernels.operators.eager import Prepared
 from ostinato.kernels.persistent import backends, cpu
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.recurrent import sequences, steps

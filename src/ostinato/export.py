@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 
-from ostinato.kernels import export
+from ostinato.kernels.operators import export
 
 
 def portable() -> AbstractContextManager[None]:

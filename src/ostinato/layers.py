@@ -27,7 +27,7 @@ from ostinato.checks import (
     check_tensor,
     check_unsharded,
 )
-from ostinato.kernels.export import refuse_script
+from ostinato.kernels.operators.export import refuse_script
 from ostinato.kernels.scan import BACKENDS
 from ostinato.states import Hidden, State, each, stacked
 

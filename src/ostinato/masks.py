@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.eager import is_eager
+from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.persistent.masks import BLOCKS
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes

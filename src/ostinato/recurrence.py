@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ostinato.checks import FLOAT_DTYPES, check_floating, describe
-from ostinato.kernels import export
+from ostinato.kernels.operators import export
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence, step_of
 from ostinato.kernels.recurrence.nonlinear.sequential import sequential

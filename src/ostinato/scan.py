@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ostinato.checks import FLOAT_DTYPES, check_choice, check_floating, check_resets, describe
-from ostinato.kernels.eager import Prepared
+from ostinato.kernels.operators.eager import Prepared
 from ostinato.kernels.scan import BACKENDS, operators
 
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import ostinato
-from ostinato.kernels import several
 from ostinato.kernels.cuda import streams
 from ostinato.kernels.cuda.streams import in_waves
+from ostinato.kernels.operators import several
 from ostinato.kernels.persistent import backends, cpu, cuda, reference, stacks, wavefront
 from ostinato.kernels.persistent.backends import layers_at_once
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.episodes import in_reverse
-from ostinato.kernels.eager import is_eager
+from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.layers import StackedLayers
 from ostinato.recurrence import Recurrence

@@ -1,15 +1,14 @@
-"""The kernels by family, `scan`, `recurrence` and `persistent`, and what every family uses:
+"""The kernels, in the order of their imports: each of these imports from those above it alone.
 
-======================  ==================================================================
-``dispatch.py``         differentiable operators
-``several.py``          several calls of one, at the same time
-``vmap.py``             how ``torch.vmap`` batches their calls
-``eager.py``            which calls may bypass their registration, and functions prepared for them
-``derived.py``          what is computed from a tensor, until it changes
-``export.py``           programs that run without this library
-``matmul/``             products of matrices
-``cuda/``               what kernels on NVIDIA GPUs share
-``cpu/``                what those on CPUs do
-``cache.py``            what was compiled, on disk
-======================  ==================================================================
+================  ================================================================================
+``cache.py``      what was compiled, on disk
+``derived.py``    what is computed from a tensor, until it changes
+``operators/``    functions of tensors as operators that PyTorch differentiates, batches, compiles
+``cuda/``         what kernels on NVIDIA GPUs share: compilation by NVRTC, launches, arithmetic
+``cpu/``          what kernels on CPUs share: compilation by Numba, threads, memory, arithmetic
+``matmul/``       products of matrices
+``scan/``         scans, by several backends
+``recurrence/``   recurrences written as PyTorch functions
+``persistent/``   RNN, GRU and LSTM, with the recurrent weights close to the processor
+================  ================================================================================
 """

@@ -15,8 +15,8 @@ from ostinato.checks import (
     check_integers,
     check_like_weight,
 )
-from ostinato.kernels.export import refuse_script
 from ostinato.kernels.matmul.gemm import linear
+from ostinato.kernels.operators.export import refuse_script
 from ostinato.kernels.recurrence.linear.layer import layer_scan
 from ostinato.kernels.scan import BACKENDS
 from ostinato.layers import draw_parameters

@@ -8,9 +8,9 @@ from torch import Tensor
 from ostinato.checks import check_choice
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.episodes import in_reverse, in_reverse_of_rows
-from ostinato.kernels.eager import is_eager
 from ostinato.kernels.matmul.gemm import linear
 from ostinato.kernels.matmul.precision import autocast_dtype
+from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.recurrence.linear.layer import layer_scan, projected_scan
 from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
 from ostinato.minimal.steps import StepCache, next_state, steps_alone

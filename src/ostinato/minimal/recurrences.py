@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ostinato.kernels.export import constant_to_compilers
+from ostinato.kernels.operators.export import constant_to_compilers
 from ostinato.kernels.recurrence.symbolic.tracer import trace
 from ostinato.recurrence import Recurrence, recurrence
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
+from ostinato.kernels.operators.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear.layer import step_of
 from ostinato.minimal.recurrences import GATES, RECURRENCES, recurrence_of

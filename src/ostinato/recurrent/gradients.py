@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.eager import is_eager
+from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.persistent.backends import gradients_of_step
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.recurrent.cells import Step

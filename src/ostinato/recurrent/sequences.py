@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.eager import Prepared, is_eager
 from ostinato.kernels.matmul.precision import autocast_dtype, layers_round
+from ostinato.kernels.operators.eager import Prepared, is_eager
 from ostinato.kernels.persistent.backends import IN_WAVES, is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.directions import recurrent_layers
 from ostinato.kernels.persistent.modes import can_take, count_operations, is_vmapped

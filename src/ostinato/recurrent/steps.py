@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.checks import ONE_STEP, check_input, check_integers, check_like_weight
-from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
+from ostinato.kernels.operators.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.backends import frozen_step, most_single_steps, step_of, step_of_layers
 from ostinato.masks import mask_name, masked
 from ostinato.recurrent.cells import by_cells

@@ -11,7 +11,7 @@ from torch.backends.cudnn.rnn import get_cudnn_mode
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import forward_by_episodes
-from ostinato.kernels.eager import is_differentiated, is_eager
+from ostinato.kernels.operators.eager import is_differentiated, is_eager
 from ostinato.kernels.persistent.modes import is_pushed_forward
 from ostinato.recurrent.rows import as_given, in_rows
 from ostinato.states import hidden_of, states_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.checks import check_tensor
-from ostinato.kernels.export import constant_to_compilers
+from ostinato.kernels.operators.export import constant_to_compilers
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.masks import forget_pruned, keep_pruned, kept_weights, mask_name, mask_of, masked
 from ostinato.recurrent.torch_layers import TorchLayers

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.kernels.cuda import nvrtc
-from ostinato.kernels.eager import is_eager
 from ostinato.kernels.matmul import convolution, cublas
 from ostinato.kernels.matmul.precision import products_round
+from ostinato.kernels.operators.eager import is_eager
 
 LONG, WIDE = 8192, 1024  # rows and width from which a transposition pays off
 TILE = 128, 32  # rows and columns that a block transposes

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.cuda.streams import beside
-from ostinato.kernels.eager import is_eager
+from ostinato.kernels.operators.eager import is_eager
+from ostinato.kernels.operators.several import of_several, one_operator
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.persistent.operators import (
     NOTHING,
@@ -23,7 +24,6 @@ from ostinato.kernels.persistent.operators import (
     recurrent_layer,
     whole,
 )
-from ostinato.kernels.several import of_several, one_operator
 
 
 class _Both(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 
-from ostinato.kernels.eager import is_dense
+from ostinato.kernels.operators.eager import is_dense
 from ostinato.kernels.persistent.arguments import INPUTS, NEEDED_BITS, Arguments
 
 _KINDS = torch._C._functorch.TransformType

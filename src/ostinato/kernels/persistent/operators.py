@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.dispatch import gradient, operator, or_empty
-from ostinato.kernels.eager import is_eager
 from ostinato.kernels.matmul import cublas
 from ostinato.kernels.matmul.gemm import (
     add_product,
@@ -26,6 +24,8 @@ from ostinato.kernels.matmul.gemm import (
     transposes,
 )
 from ostinato.kernels.matmul.precision import layers_round
+from ostinato.kernels.operators.dispatch import gradient, operator, or_empty
+from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, INPUTS, NEEDED_BITS, TENSORS, Arguments, Layer, Saved
 from ostinato.kernels.persistent.backends import in_portions, is_captured, kernels_on, plan_layer

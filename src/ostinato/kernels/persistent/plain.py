@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.export import loop, refuse_packed
+from ostinato.kernels.operators.export import loop, refuse_packed
 from ostinato.kernels.persistent.arguments import Arguments
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.persistent.reference import advance

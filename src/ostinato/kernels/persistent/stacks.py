@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels.eager import is_eager
+from ostinato.kernels.operators.eager import is_eager
+from ostinato.kernels.operators.several import of_several, one_operator
 from ostinato.kernels.persistent.arguments import INPUTS, TENSORS, Arguments
 from ostinato.kernels.persistent.backends import is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.operators import (
@@ -25,7 +26,6 @@ from ostinato.kernels.persistent.operators import (
     whole,
 )
 from ostinato.kernels.persistent.wavefront import Wavefront, layers_of, layers_passed, sum_of, times, wavefront_of
-from ostinato.kernels.several import of_several, one_operator
 
 
 class _Stack(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.cuda.streams import in_waves
-from ostinato.kernels.dispatch import or_empty
 from ostinato.kernels.matmul.gemm import gradient_of_input
+from ostinato.kernels.operators.dispatch import or_empty
 from ostinato.kernels.persistent.arguments import INPUTS, Arguments, Layer, Saved
 from ostinato.kernels.persistent.backends import in_portions, is_captured
 from ostinato.kernels.persistent.modes import without_autocast

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.dispatch import gradient, operator, or_empty
-from ostinato.kernels.export import refuse_packed
+from ostinato.kernels.operators.dispatch import gradient, operator, or_empty
+from ostinato.kernels.operators.export import refuse_packed
+from ostinato.kernels.operators.vmap import Groups
 from ostinato.kernels.scan import Order, choose_backend, order_of
 from ostinato.kernels.scan.torch_ops import LINEAR, LOG, Semiring, gradients_of_scan, partials_of_steps
-from ostinato.kernels.vmap import Groups
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.export import loop
+from ostinato.kernels.operators.export import loop
 from ostinato.kernels.scan import Gradients, Order, reference
 
 CHUNK = 16

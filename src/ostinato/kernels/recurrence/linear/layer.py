@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.dispatch import gradient, gradients, operator, or_empty
-from ostinato.kernels.eager import is_eager
-from ostinato.kernels.export import refuse_packed
+from ostinato.kernels.operators.dispatch import gradient, gradients, operator, or_empty
+from ostinato.kernels.operators.eager import is_eager
+from ostinato.kernels.operators.export import refuse_packed
+from ostinato.kernels.operators.vmap import Groups
 from ostinato.kernels.recurrence.arguments import LayerArguments
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear import torch_ops
-from ostinato.kernels.vmap import Groups
 
 
 def _layer_shapes(given: LayerArguments) -> tuple[tuple, tuple]:

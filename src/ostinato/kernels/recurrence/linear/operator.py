@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.dispatch import gradient, gradients, operator, or_empty
-from ostinato.kernels.export import refuse_packed
+from ostinato.kernels.operators.dispatch import gradient, gradients, operator, or_empty
+from ostinato.kernels.operators.export import refuse_packed
+from ostinato.kernels.operators.vmap import Groups
 from ostinato.kernels.recurrence.arguments import first_sequence, in_order
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear import torch_ops
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan import order_of
 from ostinato.kernels.scan.operators import after_no_steps, check_cu_seqlens
-from ostinato.kernels.vmap import Groups
 
 # linear_recurrence(recurrence, h0, cu_seqlens, resets, reverse, backend, *arguments) -> h, h_last
 #

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels import eager
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.cuda.nvrtc import SCALARS, Macros, address
+from ostinato.kernels.operators import eager
 from ostinato.kernels.recurrence.arguments import Call
 from ostinato.kernels.recurrence.nonlinear.cell import print_cell
 from ostinato.kernels.recurrence.symbolic.trace import Trace

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.dispatch import gradient, operator
+from ostinato.kernels.operators.dispatch import gradient, operator
+from ostinato.kernels.operators.vmap import Groups
 from ostinato.kernels.recurrence.arguments import (
     Call,
     by_kind,
@@ -25,7 +26,6 @@ from ostinato.kernels.recurrence.symbolic.graph import evaluate
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
 from ostinato.kernels.scan import order_of
 from ostinato.kernels.scan.operators import check_cu_seqlens
-from ostinato.kernels.vmap import Groups
 
 # nonlinear_recurrence(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments) -> states, last states
 #

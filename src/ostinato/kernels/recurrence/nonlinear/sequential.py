@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ostinato.kernels import export
+from ostinato.kernels.operators import export
 from ostinato.kernels.recurrence.arguments import by_kind, in_order
 from ostinato.kernels.scan import Order, choose_backend
 from ostinato.kernels.scan.torch_ops import REFERENCE

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels import eager
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.cuda.nvrtc import SCALARS, Macros, address
+from ostinato.kernels.operators import eager
 from ostinato.kernels.scan.cuda.choice import choose_geometry
 from ostinato.kernels.scan.cuda.geometry import Geometry, macros
 from ostinato.kernels.scan.cuda.problem import Problem, criteria_of, join

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from ostinato.kernels import eager, export
-from ostinato.kernels.eager import is_differentiated, is_eager
-from ostinato.kernels.vmap import Groups, vmap_rule
+from ostinato.kernels.operators import eager, export
+from ostinato.kernels.operators.eager import is_differentiated, is_eager
+from ostinato.kernels.operators.vmap import Groups, vmap_rule
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -54,8 +54,8 @@ def operator(
     ``plain(*args)``, or else the composite, computes the same in PyTorch's own operators, for graphs that must run
     without this library.
 
-    The function's ``prepared(*args)`` returns the function that calls of :class:`~ostinato.kernels.eager.Prepared` run:
-    ``prepare(*args)`` or, if that is None, ``forward``.
+    The function's ``prepared(*args)`` returns the function that calls of
+    :class:`~ostinato.kernels.operators.eager.Prepared` run: ``prepare(*args)`` or, if that is None, ``forward``.
 
     ``forward`` may end in ``*tensors``, and return any number of tensors if it is annotated as ``list[Tensor]``.
     """

@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from ostinato.kernels.eager import Prepared, is_eager
+from ostinato.kernels.operators.eager import Prepared, is_eager
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, jacfwd, jacrev, vjp, vmap
 from torch.nn.utils.rnn import pack_sequence
 
 import ostinato
-from ostinato.kernels.dispatch import gradient, operator
+from ostinato.kernels.operators.dispatch import gradient, operator
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SCANS = [ostinato.linear_scan, ostinato.log_linear_scan]

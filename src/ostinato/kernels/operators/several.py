@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ostinato.kernels import export
-from ostinato.kernels.dispatch import Operator, apply_of, autograd_function, is_batched
-from ostinato.kernels.eager import is_differentiated, is_eager
-from ostinato.kernels.vmap import vmap_rule
+from ostinato.kernels.operators import export
+from ostinato.kernels.operators.dispatch import Operator, apply_of, autograd_function, is_batched
+from ostinato.kernels.operators.eager import is_differentiated, is_eager
+from ostinato.kernels.operators.vmap import vmap_rule
 
 
 class Part:
@@ -50,7 +50,7 @@ def of_several(
     calls like these, ``setup_context`` saves what each needs, and ``backward(function, parts, grads)`` returns the
     gradients of each, given those of its results.  In compiled graphs ``compiled(*calls)`` computes all results, such
     as :func:`one_operator`, elsewhere ``separately(*calls)``.
-    The function's ``prepared(*calls)`` is as that of :func:`~ostinato.kernels.dispatch.operator`.
+    The function's ``prepared(*calls)`` is as that of :func:`~ostinato.kernels.operators.dispatch.operator`.
     """
     apply = _eager(name, setup_context, backward)
 
