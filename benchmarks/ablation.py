@@ -21,7 +21,7 @@ from ostinato.bench.shapes import KERNELS, PRUNED
 from ostinato.bench.workloads import OURS, RecurrentLayer
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
-from ostinato.kernels.persistent.cuda.geometry import Geometry
+from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 
 LAYERS = (  # and the kernel that runs them
     (RecurrentLayer("GRU", 1024, 16, dtype=torch.bfloat16, who=(OURS,)), "dense"),

@@ -14,7 +14,8 @@ import torch
 from cuda import core
 
 from ostinato.kernels.cuda import nvrtc
-from ostinato.kernels.persistent.cuda import search, source
+from ostinato.kernels.persistent.cuda import source
+from ostinato.kernels.persistent.cuda.heuristics import search
 from ostinato.kernels.recurrence.linear import cuda, projected
 from ostinato.kernels.scan.cuda import launch, problem
 from ostinato.kernels.scan.cuda.criteria import Device

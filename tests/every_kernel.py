@@ -27,7 +27,7 @@ from ostinato.kernels.persistent.arguments import Arguments
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import packing
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
-from ostinato.kernels.persistent.cuda.costs import microseconds
+from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
 from ostinato.kernels.recurrence.arguments import Call
 from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.linear import projected

@@ -10,7 +10,7 @@ from ostinato.kernels.persistent import cuda, reference
 from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
-from ostinato.kernels.persistent.cuda.costs import microseconds
+from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
 from ostinato.kernels.persistent.cuda.source import feature, files, macros
 from ostinato.kernels.persistent.plan import GATES, Plan
 from ostinato.kernels.persistent.sequences import Sequences

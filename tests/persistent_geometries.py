@@ -3,9 +3,9 @@
 import torch
 
 from gpus import H100
-from ostinato.kernels.persistent.cuda import search
-from ostinato.kernels.persistent.cuda.costs import microseconds
-from ostinato.kernels.persistent.cuda.geometry import Geometry
+from ostinato.kernels.persistent.cuda.heuristics import search
+from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
+from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 from ostinato.kernels.persistent.plan import GATES
 
 

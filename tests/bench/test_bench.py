@@ -457,7 +457,7 @@ def test_float32_is_rounded_to_tf32_only_where_the_workload_says_so(monkeypatch)
 
 
 def test_the_largest_layer_fits_and_the_next_does_not():
-    from ostinato.kernels.persistent.cuda.search import choose_geometry
+    from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
 
     rows = capacity.capacity(CPU)
     sizes = {(row["cell"], capacity.shape_name(row)): row["hidden_size"] for row in rows}
@@ -475,7 +475,7 @@ def test_the_largest_layer_fits_and_the_next_does_not():
 
 def test_what_the_ablation_replaces_stands_in_the_kernels():
     from ostinato.kernels.cuda import nvrtc
-    from ostinato.kernels.persistent.cuda.search import choose_geometry
+    from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
     from ostinato.kernels.persistent.cuda.source import files
 
     for kernel in ablation.ALL:
@@ -545,7 +545,7 @@ def test_calls_are_compared_with_an_addition(tmp_path, monkeypatch):
 
 
 def test_a_kernel_can_be_asked_for():
-    from ostinato.kernels.persistent.cuda.search import choose_geometry
+    from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
 
     layer = ("lstm", 2304, 4, torch.float16, int(0.1 * 4 * 2304**2), (16, 1), capacity.H100)
     paths = ["dense", "sparse", "block"]

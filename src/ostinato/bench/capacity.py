@@ -7,7 +7,7 @@ import torch
 
 from ostinato.bench.report import Grid
 from ostinato.bench.workloads import name_of
-from ostinato.kernels.persistent.cuda.search import choose_geometry
+from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
 from ostinato.kernels.persistent.plan import GATES, Plan
 from ostinato.masks import BLOCKS, block_name
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from gpus import H100
-from ostinato.kernels.persistent.cuda import packing, search
-from ostinato.kernels.persistent.cuda.costs import microseconds
-from ostinato.kernels.persistent.cuda.fitting import fill_registers
-from ostinato.kernels.persistent.cuda.geometry import Geometry
+from ostinato.kernels.persistent.cuda import packing
+from ostinato.kernels.persistent.cuda.heuristics import search
+from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
+from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers
+from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 from ostinato.kernels.persistent.plan import GATES
 from persistent_cases import STREAMED
 from persistent_geometries import candidates, random_mask, streamed

@@ -13,7 +13,7 @@ from gpus import ARCHITECTURES, H100
 from ostinato.kernels.persistent import cuda, reference
 from ostinato.kernels.persistent.arguments import Layer
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
-from ostinato.kernels.persistent.cuda.fitting import fill_registers
+from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers
 from ostinato.kernels.persistent.sequences import Sequences
 from persistent_cases import CELLS, LAYERS, STREAMED, TOLERANCE, Case, assert_compiles, double, errors
 from persistent_geometries import candidate, candidates, streamed

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gpus import H100
-from ostinato.kernels.persistent.cuda.fitting import fill_registers
-from ostinato.kernels.persistent.cuda.geometry import Geometry
+from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers
+from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 from ostinato.kernels.persistent.cuda.source import macros
 from persistent_cases import TOLERANCE, Case, assert_compiles, assert_matches_the_reference
 from persistent_geometries import in_pairs, in_turns, of_any_number, wide

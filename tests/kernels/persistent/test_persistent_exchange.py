@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ostinato.kernels.persistent import reference
-from ostinato.kernels.persistent.cuda import geometry
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
-from ostinato.kernels.persistent.cuda.costs import microseconds
-from ostinato.kernels.persistent.cuda.geometry import Geometry
+from ostinato.kernels.persistent.cuda.heuristics import geometry
+from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
+from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 from persistent_cases import TOLERANCE, Case, assert_compiles, assert_matches_the_reference, double, errors
 from persistent_geometries import candidate, candidates, rounded, within_clusters
 

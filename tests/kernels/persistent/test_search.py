@@ -9,11 +9,12 @@ import torch
 from gpus import H100
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent import backends
-from ostinato.kernels.persistent.cuda import geometry, search, wavefront
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
-from ostinato.kernels.persistent.cuda.costs import microseconds
-from ostinato.kernels.persistent.cuda.fitting import fill_registers
+from ostinato.kernels.persistent.cuda import wavefront
+from ostinato.kernels.persistent.cuda.heuristics import geometry, search
+from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
+from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers
 from ostinato.kernels.persistent.cuda.source import files, macros
 from ostinato.kernels.persistent.plan import GATES, Call
 from persistent_geometries import candidates

@@ -5,15 +5,11 @@
 ``passes.py``     both passes: ``forward.cu`` and ``backward.cu``, of two groups in turn ``forward_turns.cu`` and
                   ``backward_turns.cu``, within clusters ``gather.cu`` and ``scatter.cu``, of wide batches
                   ``forward_wide.cu`` and ``backward_wide.cu``; ``previous.cu`` and ``biases.cu`` around them
+``heuristics/``   which division of a layer among blocks of threads is the fastest, and how long cuDNN takes: estimates
 ``small.py``      the products of small layers in one launch
 ``wavefront.py``  how many of stacked layers run at once
 ``launch.py``     the kernels of a geometry: compiled and launched
-``geometry.py``   how a layer is divided among blocks of threads
 ``source.py``     the CUDA files of a geometry's kernels, and what is defined for them
-``fitting.py``    which of its weights registers and shared memory have room for
-``costs.py``      the estimated time of a step
-``cudnn.py``      how exactly cuDNN computes, and what wrongly; in ``cudnn_costs.py``, the estimated time
-``search.py``     the fastest geometry that fits
 ``packing.py``    pruned weights in the order in which the kernels read them
 ``step.py``       one step, by ``step.cu``
 ================  ===========================================================================================

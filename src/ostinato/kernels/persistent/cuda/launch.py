@@ -14,7 +14,7 @@ from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.cuda.streams import launch_stream
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent.arguments import Layer
-from ostinato.kernels.persistent.cuda.geometry import THREADS, Geometry
+from ostinato.kernels.persistent.cuda.heuristics.geometry import THREADS, Geometry
 from ostinato.kernels.persistent.cuda.packing import Packing, pack
 from ostinato.kernels.persistent.cuda.source import feature, files, macros
 

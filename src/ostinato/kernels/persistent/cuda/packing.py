@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.persistent.cuda.fitting import fill_registers, most_streamed, split_strips
-from ostinato.kernels.persistent.cuda.geometry import THREADS, WARPS, ZERO_PLACES, Geometry
+from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers, most_streamed, split_strips
+from ostinato.kernels.persistent.cuda.heuristics.geometry import THREADS, WARPS, ZERO_PLACES, Geometry
 
 
 class Packing(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent.arguments import Layer, Saved
-from ostinato.kernels.persistent.cuda.geometry import THREADS
+from ostinato.kernels.persistent.cuda.heuristics.geometry import THREADS
 from ostinato.kernels.persistent.cuda.launch import launch, source_of_biases
 from ostinato.kernels.persistent.interface import Found, Results
 from ostinato.kernels.persistent.plan import Plan, keeps_gates

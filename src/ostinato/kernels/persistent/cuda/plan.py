@@ -9,12 +9,13 @@ from torch import Tensor
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.matmul import grouped
-from ostinato.kernels.persistent.cuda import cudnn, small
-from ostinato.kernels.persistent.cuda.costs import microseconds
-from ostinato.kernels.persistent.cuda.cudnn_costs import torchs_microseconds
-from ostinato.kernels.persistent.cuda.geometry import Geometry
+from ostinato.kernels.persistent.cuda import small
+from ostinato.kernels.persistent.cuda.heuristics import cudnn
+from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
+from ostinato.kernels.persistent.cuda.heuristics.cudnn_costs import torchs_microseconds
+from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
+from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
 from ostinato.kernels.persistent.cuda.launch import compile_kernels, packing_of
-from ostinato.kernels.persistent.cuda.search import choose_geometry
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, keeps_gates, no_kernel
 
 # Microseconds that the host takes to launch our kernels of a layer without gradients.  Those of cuDNN for small layers

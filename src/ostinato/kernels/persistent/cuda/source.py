@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from ostinato.kernels.cuda.nvrtc import Macros
-from ostinato.kernels.persistent.cuda.geometry import SCALARS, WARPS, Geometry
+from ostinato.kernels.persistent.cuda.heuristics.geometry import SCALARS, WARPS, Geometry
 
 
 def files(geometry: Geometry) -> tuple[str, ...]:

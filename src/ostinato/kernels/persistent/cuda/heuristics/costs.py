@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ostinato.kernels.persistent.cuda.geometry import THREADS, WARPS, Geometry, ceil_div
+from ostinato.kernels.persistent.cuda.heuristics.geometry import THREADS, WARPS, Geometry, ceil_div
 from ostinato.kernels.persistent.plan import GATES
 
 SECTOR = 32  # bytes, of the L2 cache

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ostinato.kernels.persistent.cuda.geometry import REGISTERS, WARPS, Geometry, Strips, ceil_div
+from ostinato.kernels.persistent.cuda.heuristics.geometry import REGISTERS, WARPS, Geometry, Strips, ceil_div
 from ostinato.kernels.persistent.plan import GATES
 
 

@@ -9,9 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ostinato.kernels.persistent.cuda.costs import microseconds
-from ostinato.kernels.persistent.cuda.fitting import fill_registers, most_streamed, split_strips
-from ostinato.kernels.persistent.cuda.geometry import SCALARS, THREADS, WARPS, ZERO_PLACES, Geometry, ceil_div, round_up
+from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
+from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers, most_streamed, split_strips
+from ostinato.kernels.persistent.cuda.heuristics.geometry import (
+    SCALARS,
+    THREADS,
+    WARPS,
+    ZERO_PLACES,
+    Geometry,
+    ceil_div,
+    round_up,
+)
 from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 
 LEAST_COPIED = 1024  # bytes of a sequence's state, of groups in turn

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from ostinato.kernels.persistent.cuda import cudnn
-from ostinato.kernels.persistent.cuda.geometry import ceil_div
+from ostinato.kernels.persistent.cuda.heuristics import cudnn
+from ostinato.kernels.persistent.cuda.heuristics.geometry import ceil_div
 from ostinato.kernels.persistent.plan import GATES, Call
 
 
