@@ -18,7 +18,7 @@ from ostinato.kernels.persistent.cuda import source
 from ostinato.kernels.persistent.cuda.heuristics import search
 from ostinato.kernels.recurrence.linear import cuda, projected
 from ostinato.kernels.scan.cuda import launch, problem
-from ostinato.kernels.scan.cuda.criteria import Device
+from ostinato.kernels.scan.cuda.heuristics.criteria import Device
 from ostinato.minimal.recurrences import GATES, recurrence_of
 
 f32, bf16 = torch.float32, torch.bfloat16

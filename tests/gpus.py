@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from ostinato.kernels.scan.cuda.criteria import Device
+from ostinato.kernels.scan.cuda.heuristics.criteria import Device
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 GPUS = {

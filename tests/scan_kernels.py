@@ -3,8 +3,9 @@
 import torch
 
 from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
-from ostinato.kernels.scan.cuda import choice, launch
+from ostinato.kernels.scan.cuda import launch
 from ostinato.kernels.scan.cuda import scans as cuda
+from ostinato.kernels.scan.cuda.heuristics import choice
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _SHARED = {"lanes": 8, "vec": 1, "chained": True, "narrow": 0, "stages": 1, "resident": 2}  # chains of several blocks

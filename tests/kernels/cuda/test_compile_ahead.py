@@ -16,7 +16,7 @@ from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
 from ostinato.kernels.recurrence.nonlinear import operator as nonlinear
 from ostinato.kernels.scan import operators as scan_operators
 from ostinato.kernels.scan.cuda import launch, problem, scans
-from ostinato.kernels.scan.cuda.criteria import Device
+from ostinato.kernels.scan.cuda.heuristics.criteria import Device
 
 
 @pytest.fixture

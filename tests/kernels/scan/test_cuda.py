@@ -5,8 +5,9 @@ import torch
 
 import ostinato
 from ostinato.kernels.scan import Order, choose_backend, torch_ops
-from ostinato.kernels.scan.cuda import chained, launch, streaming
-from ostinato.kernels.scan.cuda.choice import choose_geometry
+from ostinato.kernels.scan.cuda import launch
+from ostinato.kernels.scan.cuda.heuristics import chained, streaming
+from ostinato.kernels.scan.cuda.heuristics.choice import choose_geometry
 from ostinato.minimal.recurrences import recurrence_of
 from scan_kernels import FEW, GEOMETRIES, JOINED, ODD, TOLERANCE, assert_close, boundaries, force, gpu, relative_error
 

@@ -5,10 +5,10 @@ import itertools
 import pytest
 
 from gpus import GPUS
-from ostinato.kernels.scan.cuda.choice import choose_geometry
-from ostinato.kernels.scan.cuda.criteria import Criteria
-from ostinato.kernels.scan.cuda.geometry import Geometry
-from ostinato.kernels.scan.cuda.narrow import _bank_conflicts, sequences_joined
+from ostinato.kernels.scan.cuda.heuristics.choice import choose_geometry
+from ostinato.kernels.scan.cuda.heuristics.criteria import Criteria
+from ostinato.kernels.scan.cuda.heuristics.geometry import Geometry
+from ostinato.kernels.scan.cuda.heuristics.narrow import _bank_conflicts, sequences_joined
 
 INPUTS = {  # tensors read by each element
     "LinearScan": 2,

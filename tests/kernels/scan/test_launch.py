@@ -11,10 +11,10 @@ from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.recurrence.linear.element import element_name, print_element
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan.cuda import launch, workspace
-from ostinato.kernels.scan.cuda.choice import choose_geometry
-from ostinato.kernels.scan.cuda.criteria import Criteria
-from ostinato.kernels.scan.cuda.geometry import Geometry, macros
-from ostinato.kernels.scan.cuda.narrow import sequences_joined
+from ostinato.kernels.scan.cuda.heuristics.choice import choose_geometry
+from ostinato.kernels.scan.cuda.heuristics.criteria import Criteria
+from ostinato.kernels.scan.cuda.heuristics.geometry import Geometry, macros
+from ostinato.kernels.scan.cuda.heuristics.narrow import sequences_joined
 from ostinato.kernels.scan.cuda.problem import Problem, criteria_of, join
 from ostinato.minimal.recurrences import recurrence_of
 

@@ -5,9 +5,7 @@
 ``problem.py``    what a scan is launched with, but for addresses
 ``launch.py``     the launch of ``scan.cu``
 ``workspace.py``  the memory in which chained blocks tell each other their states
-``choice.py``     which algorithm and tiles a scan has, by the rules of ``narrow.py``, ``streaming.py``, ``chained.py``
-``criteria.py``   what that depends on
-``geometry.py``   what follows from those
+``heuristics/``   which algorithm and tiles a scan has
 ``compose.py``    many steps reduced to one without writing states, by ``compose.cu`` and ``pass_on.cu``
 ================  ==========================================================================================
 

@@ -1,6 +1,6 @@
 """The scan kernel's launch: which kernel a problem is compiled to, and with what parameters it is started.
 
-The kernel is in ``scan.cu``, its operations in ``elements.cuh``, its launch geometry in ``choice.py``; every
+The kernel is in ``scan.cu``, its operations in ``elements.cuh``, its launch geometry in ``heuristics/``; every
 combination of operation, dtype and geometry is compiled on first use (:mod:`ostinato.kernels.cuda.nvrtc`).
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.cuda.nvrtc import SCALARS, Macros, address
 from ostinato.kernels.operators import eager
-from ostinato.kernels.scan.cuda.choice import choose_geometry
-from ostinato.kernels.scan.cuda.geometry import Geometry, macros
+from ostinato.kernels.scan.cuda.heuristics.choice import choose_geometry
+from ostinato.kernels.scan.cuda.heuristics.geometry import Geometry, macros
 from ostinato.kernels.scan.cuda.problem import Problem, criteria_of, join
 from ostinato.kernels.scan.cuda.workspace import launching, published_of, start_drawing
 

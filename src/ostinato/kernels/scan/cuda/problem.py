@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ostinato.kernels.cuda import nvrtc
-from ostinato.kernels.scan.cuda.criteria import Criteria, Device
-from ostinato.kernels.scan.cuda.narrow import sequences_joined
+from ostinato.kernels.scan.cuda.heuristics.criteria import Criteria, Device
+from ostinato.kernels.scan.cuda.heuristics.narrow import sequences_joined
 
 Strides = tuple[int, int, int]  # of batch, time and direction
 

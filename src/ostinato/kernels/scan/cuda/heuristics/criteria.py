@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ostinato.kernels.scan.cuda.geometry import Geometry
+from ostinato.kernels.scan.cuda.heuristics.geometry import Geometry
 
 SHORT, LONG = 4, 4096  # steps at which most rules change: at few lengths, as each geometry is a kernel to compile
 LATENCY = 1.1e-6  # of memory under load, seconds

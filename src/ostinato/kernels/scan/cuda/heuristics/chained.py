@@ -3,8 +3,17 @@
 import itertools
 import math
 
-from ostinato.kernels.scan.cuda.criteria import CHEAP, FILLED, FULL, LINEAR, LONG, STAGES, Criteria, lanes_across
-from ostinato.kernels.scan.cuda.geometry import Geometry
+from ostinato.kernels.scan.cuda.heuristics.criteria import (
+    CHEAP,
+    FILLED,
+    FULL,
+    LINEAR,
+    LONG,
+    STAGES,
+    Criteria,
+    lanes_across,
+)
+from ostinato.kernels.scan.cuda.heuristics.geometry import Geometry
 
 EVENLY = 0.95  # of the multiprocessors have a block, where each chain has as many
 BUSY = 32 << 10  # bytes on their way to a multiprocessor, whose warps more would keep busy with copies

@@ -4,8 +4,8 @@ import functools
 import math
 from collections import Counter
 
-from ostinato.kernels.scan.cuda.criteria import FULL, LINEAR, STAGES, Criteria, lanes_across
-from ostinato.kernels.scan.cuda.geometry import Geometry
+from ostinato.kernels.scan.cuda.heuristics.criteria import FULL, LINEAR, STAGES, Criteria, lanes_across
+from ostinato.kernels.scan.cuda.heuristics.geometry import Geometry
 
 # Measured on an H200:
 MOST_CHANNELS, FEW_CHANNELS = 31, 7  # of all, and of those that may be long, as no other geometry suits them

@@ -2,8 +2,17 @@
 
 import math
 
-from ostinato.kernels.scan.cuda.criteria import FILLED, FULL, LINEAR, LONG, SHORT, STAGES, Criteria, lanes_across
-from ostinato.kernels.scan.cuda.geometry import Geometry
+from ostinato.kernels.scan.cuda.heuristics.criteria import (
+    FILLED,
+    FULL,
+    LINEAR,
+    LONG,
+    SHORT,
+    STAGES,
+    Criteria,
+    lanes_across,
+)
+from ostinato.kernels.scan.cuda.heuristics.geometry import Geometry
 
 FEW_STEPS = 32  # of which linear scans have a geometry of their own
 THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need

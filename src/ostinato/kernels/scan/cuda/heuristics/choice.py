@@ -6,7 +6,7 @@ Each rule, of ``narrow.py``, ``streaming.py`` and ``chained.py``, returns a geom
 import functools
 from collections.abc import Callable
 
-from ostinato.kernels.scan.cuda.chained import (
+from ostinato.kernels.scan.cuda.heuristics.chained import (
     interleave,
     interleave_evenly,
     keep_in_step,
@@ -15,10 +15,10 @@ from ostinato.kernels.scan.cuda.chained import (
     look_back_soon,
     staying,
 )
-from ostinato.kernels.scan.cuda.criteria import FILLED, FULL, LINEAR, Criteria
-from ostinato.kernels.scan.cuda.geometry import Geometry
-from ostinato.kernels.scan.cuda.narrow import chain_narrow, narrow_leaves_processors_idle, stream_narrow
-from ostinato.kernels.scan.cuda.streaming import (
+from ostinato.kernels.scan.cuda.heuristics.criteria import FILLED, FULL, LINEAR, Criteria
+from ostinato.kernels.scan.cuda.heuristics.geometry import Geometry
+from ostinato.kernels.scan.cuda.heuristics.narrow import chain_narrow, narrow_leaves_processors_idle, stream_narrow
+from ostinato.kernels.scan.cuda.heuristics.streaming import (
     stream,
     stream_alone,
     stream_few_steps,
