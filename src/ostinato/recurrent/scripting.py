@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.kernels.export import refuse_script
+from ostinato.kernels.operators.export import refuse_script
 from ostinato.masks import mask_of
 from ostinato.recurrent.weights import MaskedLayers, unmasked_weights
 
