@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.checks import check_flags, check_integers, check_resets
-from ostinato.kernels.operators.export import refuse_script
+from ostinato.kernels.matmul.precision import autocast_dtype
 from ostinato.kernels.persistent.backends import least_steps
 from ostinato.kernels.persistent.modes import is_vmapped
 from ostinato.kernels.persistent.plan import Plan, no_kernel
