@@ -272,17 +272,10 @@ class Column {
 #if CLUSTER > 1
 #define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
 
-__device__ inline void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
-}
-
 // What another block of the cluster has where this one has a number.
-__device__ inline float of_block(unsigned rank, const float& own) {
-    const unsigned here = __cvta_generic_to_shared(&own);
-    unsigned there;
+__device__ inline float of_block(int rank, const float& own) {
     float number;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(number) : "r"(there) : "memory");
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(number) : "r"(shared_address(&own, rank)) : "memory");
     return number;
 }
 #else
@@ -305,7 +298,7 @@ __device__ inline void write_shared(const Column& out, Parts& parts, bool cluste
     }
 #if CLUSTER > 1
     if (!clustered) return;
-    cluster_sync();
+    sync_cluster();
     constexpr int ROWS = TILE / CLUSTER;  // of each block
     for (int row = blockIdx.x % CLUSTER * ROWS + warp, i = warp; i < ROWS; row += WARPS, i += WARPS) {
         float sum = 0;
@@ -313,7 +306,7 @@ __device__ inline void write_shared(const Column& out, Parts& parts, bool cluste
         for (int rank = 0; rank < CLUSTER; ++rank) sum += of_block(rank, parts[0][row * TILE + lane]);
         out.write(row, sum);
     }
-    cluster_sync();  // no block ends while others read what it has
+    sync_cluster();  // no block ends while others read what it has
 #endif
 }
 

@@ -133,4 +133,4 @@ def source(dtype: torch.dtype, rounds: bool, cluster: int) -> tuple[str, nvrtc.M
     sizes = ("TILE", TILE), ("SLAB", SLAB), ("WARPS", WARPS), ("BLOCKS", BLOCKS), ("CLUSTER", cluster)
     room = ("TENSORS", _TENSORS), ("PRODUCTS", _PRODUCTS)
     scalar = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 2 if narrow else 1), ("TENSOR_CORES", int(rounds or narrow))
-    return nvrtc.source("cuda/numeric.cuh", "matmul/grouped.cu"), (*scalar, *sizes, *room)
+    return nvrtc.source("cuda/numeric.cuh", "cuda/barriers.cuh", "matmul/grouped.cu"), (*scalar, *sizes, *room)
