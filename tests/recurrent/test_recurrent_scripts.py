@@ -102,6 +102,20 @@ def gradients_through(module, layer, x):
     return {name: parameter.grad.clone() for name, parameter in layer.named_parameters() if parameter.requires_grad}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS)
+def test_scripts_run_on_a_gpu(cell, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    layer, x = make(cell, 5, 64, num_layers=2, bidirectional=True), torch.randn(7, 3, 5).cuda()
+    moved = scripted(layer).cuda()  # and with it the layer, whose parameters are the script's
+    found, expected = gradients_through(moved, layer, x), gradients_through(layer, layer, x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert_same(moved(x), layer(x), 1e-5)
+    assert_same(torch.jit.trace(layer, x)(x), layer(x), 1e-5)
+    layer = pruned(cell, 5, 64).cuda()
+    assert_same(scripted(layer)(x), layer(x), 1e-5)
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_script_has_the_same_parameters_and_gives_them_the_same_gradients(cell):
     layer, x = make(cell, 5, 8, num_layers=2, dropout=0.3), torch.randn(7, 3, 5)
