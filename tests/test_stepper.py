@@ -170,7 +170,8 @@ def test_the_stepper_keeps_the_state(module, device, frozen):
             whole = part(whole)
             whole = whole[0] if isinstance(whole, tuple) else whole
     outputs = [stepper(x_t) for x_t in x]
-    torch.testing.assert_close(torch.stack(outputs), whole, rtol=0, atol=2e-6)
+    # Of so few units a sequence may be cuDNN's, whose error in float32 was measured as 7e-6.
+    torch.testing.assert_close(torch.stack(outputs), whole, rtol=0, atol=2e-6 if device == "cpu" else 2e-5)
     kept = stepper.state
     mask = torch.tensor([True, False, True])
     stepper.reset(mask.to(device))
