@@ -18,6 +18,14 @@ from ostinato.kernels.scan import operators as scan_operators
 from ostinato.kernels.scan.cuda import launch, problem, scans
 from ostinato.kernels.scan.cuda.heuristics.criteria import Device
 
+CACHED = (
+    launch._choose_kernel,
+    launch._prepare,
+    scans._prepare_scan,
+    cuda._prepare_layer,
+    steps_cuda._compile_ahead,
+)
+
 
 @pytest.fixture
 def asked(monkeypatch):
@@ -29,7 +37,7 @@ def asked(monkeypatch):
         loaded.append((code, tuple(macros)))
         return kernel
 
-    for prepared in (launch._prepare, scans._prepare_scan, cuda._prepare_layer, steps_cuda._compile_ahead):
+    for prepared in CACHED:
         prepared.cache_clear()  # of other tests, and for them
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
     monkeypatch.setattr(nvrtc, "compile_ahead", lambda code, macros, device: ahead.append((code, tuple(macros))))
@@ -40,7 +48,7 @@ def asked(monkeypatch):
         monkeypatch.setattr(module, "kernels_on", lambda *_: cuda)
     monkeypatch.setattr(nonlinear, "nonlinear_kernels_on", lambda *_: steps_cuda)
     yield ahead, loaded
-    for prepared in (launch._prepare, scans._prepare_scan, cuda._prepare_layer, steps_cuda._compile_ahead):
+    for prepared in CACHED:
         prepared.cache_clear()
 
 

@@ -29,6 +29,8 @@ ELEMENTS = (
     "minlstmBackward",
 )
 
+CHOOSE_KERNEL = launch._choose_kernel.__wrapped__
+
 
 def code_of(element, candidate):
     """The name of an element and the kernel's code around it."""
@@ -37,6 +39,12 @@ def code_of(element, candidate):
     trace = parse(recurrence_of(element.removesuffix("Backward"), candidate, bias=True))
     backward = element.endswith("Backward")
     return element_name(trace, backward), launch.source(print_element(trace, backward))
+
+
+def on_a(monkeypatch, gpu):
+    """Launch as on this GPU; what is chosen for it stays unknown to other tests."""
+    monkeypatch.setattr("ostinato.kernels.scan.cuda.problem.describe_device", lambda index: GPUS[gpu])
+    monkeypatch.setattr(launch, "_choose_kernel", CHOOSE_KERNEL)
 
 
 def inputs_of(element):
@@ -130,7 +138,7 @@ def test_rows_that_begin_anywhere_are_copied_in_pieces_of_each_tensor(monkeypatc
         assert nvrtc.compile_cubin(source, "sm_90", compiled[-1])
         return SimpleNamespace(prepared=lambda *_, **__: None)
 
-    monkeypatch.setattr("ostinato.kernels.scan.cuda.problem.describe_device", lambda index: GPUS["H200"])
+    on_a(monkeypatch, "H200")
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
     for apart in ((127, 135), (128, 254), (127, 127)):
         inputs, outputs = tuple((40 * stride, stride, 0) for stride in apart), ((40 * 127, 127, 0),)
@@ -158,7 +166,7 @@ def test_aligned_inputs_are_copied_by_tensor_maps(monkeypatch):
 
         return SimpleNamespace(prepared=prepared)
 
-    monkeypatch.setattr("ostinato.kernels.scan.cuda.problem.describe_device", lambda index: GPUS["H200"])
+    on_a(monkeypatch, "H200")
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
     monkeypatch.setattr(nvrtc, "tensor_map", tensor_map)
     rows, gates = (40000 * 256, 256, 0), (40000 * 512, 512, 0)
@@ -184,7 +192,7 @@ def test_aligned_inputs_are_copied_by_tensor_maps(monkeypatch):
     assert not is_mapped(inputs=((256, 0, 0), rows, rows))
     assert not is_mapped(packing="OFFSETS")
     assert not is_mapped(alignment=8)
-    monkeypatch.setattr("ostinato.kernels.scan.cuda.problem.describe_device", lambda index: GPUS["A100"])
+    on_a(monkeypatch, "A100")
     assert not is_mapped()
 
 
@@ -199,7 +207,7 @@ def test_short_sequences_are_scanned_as_one_where_they_are_adjacent_and_have_no_
             prepared=lambda device, blocks, *_, **__: lambda *given: launched.append((joined, blocks))
         )
 
-    monkeypatch.setattr("ostinato.kernels.scan.cuda.problem.describe_device", lambda index: GPUS["H200"])
+    on_a(monkeypatch, "H200")
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
     launch._prepare.cache_clear()
     strides = ((12 * 3, 3, 0),) * 2
@@ -231,7 +239,7 @@ def test_short_sequences_are_scanned_as_one_where_they_are_adjacent_and_have_no_
 
 def test_what_was_joined_is_not_joined_again(monkeypatch):
     """It would be reset only where a sequence of several begins: of these, two would be taken for one."""
-    monkeypatch.setattr("ostinato.kernels.scan.cuda.problem.describe_device", lambda index: GPUS["H200"])
+    on_a(monkeypatch, "H200")
     strides = ((13 * 5, 5, 0),) * 3
     problem = Problem("LinearScanBackward", torch.float32, 0, 13200, 13, 5, strides, strides[:2])
     joined = launch.Scan(problem)._joined

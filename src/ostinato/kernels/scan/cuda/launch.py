@@ -52,6 +52,7 @@ class _Kernel(NamedTuple):
     processors: int  # of the GPU
 
 
+@functools.lru_cache(maxsize=4096)  # a gradient's is asked for twice: ahead of it, and by it
 def _choose_kernel(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> _Kernel:
     """Choose the kernel, with as many rows as shared memory holds; `alignment` has the low bits of every address."""
     criteria = criteria_of(problem, alignment)

@@ -49,6 +49,7 @@ def sequences_joined(scan: Criteria) -> int:
     return min((divisor(most >> n) for n in reversed(range(most.bit_length()))), key=cost)
 
 
+@functools.lru_cache(maxsize=4096)
 def stream_narrow(scan: Criteria) -> Geometry | None:
     """Sequences of few channels: a warp each, without barriers, or several where sequences are few or long.
 
