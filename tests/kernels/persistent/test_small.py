@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import ostinato
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.matmul import grouped
-from ostinato.kernels.persistent import operators, reference
+from ostinato.kernels.persistent import backward, executor, reference
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, Arguments
 from ostinato.kernels.persistent.cuda import small
 from ostinato.recurrent import sequences
@@ -46,8 +46,8 @@ def separate(given, h, found, needed):
 
     marks = given.resets if given.resets is None else given.resets.cpu()
     given = Arguments(*map(widened, given))._replace(resets=marks)
-    executor = operators.Executor(reference, None, False, None)
-    return operators.gradients(executor, given, widened(h), [*map(widened, found)], needed)
+    loop = executor.Executor(reference, None, False, None)
+    return backward.gradients(loop, given, widened(h), [*map(widened, found)], needed)
 
 
 def part(tensor, rows, columns, factor, flipped):
@@ -159,10 +159,10 @@ def test_the_inputs_products_of_both_directions_are_one_launch(biased, by_pytorc
 
 def test_captures_prepare_for_kernels_alone(monkeypatch):
     """What they call may not be installed where none runs."""
-    monkeypatch.setattr(operators, "is_captured", lambda _: True)
-    monkeypatch.setattr(operators.cublas, "create_handle", None)
+    monkeypatch.setattr(executor, "is_captured", lambda _: True)
+    monkeypatch.setattr(executor.cublas, "create_handle", None)
     given, *_ = inputs("gru", (3, 20, 4, 5), dtype=f16)  # which no loop on a CPU takes
-    assert operators.executor_of(*given).kernels is reference
+    assert executor.executor_of(*given).kernels is reference
 
 
 @pytest.mark.parametrize(("architecture", "cluster"), [("sm_80", 1), ("sm_100", grouped.CLUSTER)])

@@ -8,6 +8,9 @@
 ``defaults.py``    what is provided in place of what a device does not have
 ``backends.py``    the kernels of a device, and how a layer runs there
 ``arguments.py``   what such a layer is: the operator's arguments, and what kernels are given of them
+``results.py``     the results of the operator: which there are, of which shapes
+``executor.py``    who computes a layer, and its forward
+``backward.py``    its backward: through time, then the gradients of all inputs
 ``operators.py``   the layer as a differentiable operator
 ``directions.py``  both directions of a layer, beside each other
 ``stacks.py``      stacked layers: wavefronts of them, one after the other

@@ -64,4 +64,5 @@ class Arguments(NamedTuple):
 INPUTS = len(Arguments._fields)  # the backward's other arguments come after them
 TENSORS = Arguments._fields.index("batch")  # the first are tensors
 DIFFERENTIABLE = Arguments._fields[: Arguments._fields.index("mask_hh")]
+NOTHING = (None,) * (INPUTS - len(DIFFERENTIABLE))  # the gradients of the other inputs
 NEEDED_BITS = tuple(1 << i for i in range(len(DIFFERENTIABLE)))  # of the backward's `needed`: whose gradients are

@@ -9,21 +9,12 @@ from torch import Tensor
 from ostinato.kernels.cuda.streams import beside
 from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.operators.several import of_several, one_operator
+from ostinato.kernels.persistent.arguments import NOTHING
+from ostinato.kernels.persistent.backward import back_through_time, back_through_time_of_both
+from ostinato.kernels.persistent.executor import Executor, executor_of
 from ostinato.kernels.persistent.modes import without_autocast
-from ostinato.kernels.persistent.operators import (
-    NOTHING,
-    Executor,
-    back_through_time,
-    back_through_time_of_both,
-    backward_arguments,
-    context,
-    empty_results,
-    executor_of,
-    grad,
-    inputs,
-    recurrent_layer,
-    whole,
-)
+from ostinato.kernels.persistent.operators import backward_arguments, context, grad, inputs, recurrent_layer
+from ostinato.kernels.persistent.results import empty_results, whole
 
 
 class _Both(NamedTuple):

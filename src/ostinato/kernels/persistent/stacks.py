@@ -14,17 +14,9 @@ from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.operators.several import of_several, one_operator
 from ostinato.kernels.persistent.arguments import INPUTS, TENSORS, Arguments
 from ostinato.kernels.persistent.backends import is_captured, layers_at_once, plan_layer
-from ostinato.kernels.persistent.operators import (
-    backward_arguments,
-    call_of,
-    context,
-    empty_results,
-    executor_of,
-    grad,
-    inputs,
-    recurrent_layer,
-    whole,
-)
+from ostinato.kernels.persistent.executor import call_of, executor_of
+from ostinato.kernels.persistent.operators import backward_arguments, context, grad, inputs, recurrent_layer
+from ostinato.kernels.persistent.results import empty_results, whole
 from ostinato.kernels.persistent.wavefront import Wavefront, layers_of, layers_passed, sum_of, times, wavefront_of
 
 

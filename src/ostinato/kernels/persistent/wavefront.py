@@ -15,20 +15,13 @@ from torch import Tensor
 from ostinato.kernels.cuda.streams import in_waves
 from ostinato.kernels.matmul.gemm import gradient_of_input
 from ostinato.kernels.operators.dispatch import or_empty
-from ostinato.kernels.persistent.arguments import INPUTS, Arguments, Layer, Saved
+from ostinato.kernels.persistent.arguments import INPUTS, NOTHING, Arguments, Layer, Saved
 from ostinato.kernels.persistent.backends import in_portions, is_captured
+from ostinato.kernels.persistent.backward import gradients, of_input, saved_by
+from ostinato.kernels.persistent.executor import Executor, call_of, executor_of
 from ostinato.kernels.persistent.modes import without_autocast
-from ostinato.kernels.persistent.operators import (
-    NOTHING,
-    Executor,
-    call_of,
-    empty_results,
-    executor_of,
-    gradients,
-    of_input,
-    saved_by,
-)
 from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.persistent.results import empty_results
 
 UNIT = 8  # steps, at multiples of which portions begin, so that their rows are aligned in 16 bits, too
 
