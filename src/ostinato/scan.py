@@ -1,5 +1,7 @@
 """The linear scan, in real and in log space: the primitive behind every minimal layer."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,7 @@ from ostinato.kernels.operators.eager import Prepared
 from ostinato.kernels.scan import BACKENDS, operators
 
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
-_PREPARED = Prepared()
+_PREPARED: Prepared[Callable[..., tuple[Tensor, Tensor]]] = Prepared()
 
 
 def linear_scan(

@@ -1,5 +1,6 @@
 """One step of a minimal layer or cell: a product and the gates, fused where a kernel fits."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class StepCache:
     """Steps that were validated: those of layers, or those of cells, whose states have another shape."""
 
     def __init__(self) -> None:
-        self._steps = Prepared()  # kernels, by tensors and settings
+        self._steps: Prepared[Callable[..., Tensor]] = Prepared()  # kernels, by tensors and settings
 
     def run(
         self, cell: str, candidate: str, backend: str, x: Any, weight: Tensor, bias: Tensor | None, h: Any

@@ -1,8 +1,8 @@
 """One step of RNN, GRU or LSTM layers by torch's cells."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,11 +10,16 @@ from torch.nn import functional as F
 
 from ostinato.states import of_one_layer
 
-Step = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Any]
-"""From an input, the states, if any, and all layers' weights to the output and a list of the next states."""
+
+class Cells(Protocol):
+    """A :class:`~ostinato.kernels.persistent.interface.Step` that torch's cells compute, whatever it is given."""
+
+    def __call__(
+        self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], /
+    ) -> tuple[Tensor, list[Tensor]]: ...
 
 
-def by_cells(mode: str, layers: int, output_shape: tuple, state_shape: tuple, dropout: float = 0.0) -> Step:
+def by_cells(mode: str, layers: int, output_shape: tuple, state_shape: tuple, dropout: float = 0.0) -> Cells:
     """A step by two GEMMs and a kernel per layer, which with gradients take less of the host's time than cuDNN does."""
     cell: Any = getattr(torch, f"{mode.lower()}_cell")
     lstm, batched = mode == "LSTM", len(state_shape) == 3

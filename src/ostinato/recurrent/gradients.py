@@ -6,7 +6,7 @@ which the step saves.  For derivatives of higher order it differentiates the cel
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +16,14 @@ from torch.nn import functional as F
 from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.persistent.backends import gradients_of_step
 from ostinato.kernels.persistent.modes import without_autocast
-from ostinato.recurrent.cells import Step
+from ostinato.recurrent.cells import Cells
 
 Gradients = Sequence[Tensor | None]
+SavingStep = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Any]
+"""A :class:`~ostinato.kernels.persistent.interface.Step` that on a CPU also returns what gradients need."""
 
 
-def differentiable(mode: str, step: Any, cells: Step) -> Step:
+def differentiable(mode: str, step: SavingStep, cells: Cells) -> Cells:
     """A step without gradients, with those of `cells`, which compute the same."""
     apply = super(torch.autograd.Function, _Differentiable).apply  # skips a look for transforms
 
@@ -36,10 +38,12 @@ class _Differentiable(torch.autograd.Function):
     """See :func:`differentiable`."""
 
     @staticmethod
-    def forward(ctx: Any, mode: str, step: Any, cells: Step, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, mode: str, step: SavingStep, cells: Cells, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.mode, ctx.cells, ctx.count = mode, cells, count
         x, states, weights = tensors[0], tensors[1 : 1 + count], tensors[1 + count :]
-        output, new, *saved = step.with_saved(x, states, weights) if x.is_cpu else step(x, states, weights)
+        output, new, *saved = step(x, states, weights)
         ctx.save_for_backward(*tensors, *itertools.chain(*saved))
         ctx.set_materialize_grads(False)
         return output, *new
@@ -63,7 +67,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _by_autograd(
-    cells: Step, x: Tensor, states: list[Tensor], weights: list[Tensor], grads: Gradients, needed: Sequence[bool]
+    cells: Cells, x: Tensor, states: list[Tensor], weights: list[Tensor], grads: Gradients, needed: Sequence[bool]
 ) -> Gradients:
     """The gradients of the tensors that need them, differentiable where gradients are enabled."""
     create_graph, first = torch.is_grad_enabled(), 1 + len(states)

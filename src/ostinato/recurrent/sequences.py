@@ -24,8 +24,6 @@ from ostinato.recurrent.torch_layers import takes_as_they_are
 from ostinato.recurrent.weights import MaskedLayers, check_shapes, weights_of
 from ostinato.states import distinct, of_one_layer
 
-_CALLS = Prepared()  # keyed by input, weights, states, resets, and the masks of recurrent weights
-
 
 class KernelCall(NamedTuple):
     """How kernels compute a call that has been checked; or :data:`LEFT_TO_TORCH`, if they do not."""
@@ -40,6 +38,9 @@ class KernelCall(NamedTuple):
 
 LEFT_TO_TORCH = KernelCall(batch=0, steps=0, autocast=None, training=False, at_once=0)
 """In place of a call that torch's kernels compute, whose arguments they take as they are."""
+
+# Keyed by input, weights, states, resets, and the masks of recurrent weights.
+_CALLS: Prepared[KernelCall | None] = Prepared()
 
 
 def _run_eagerly(call: KernelCall | None, tensors: list[Tensor | None]) -> KernelCall | None:
@@ -102,7 +103,7 @@ class SequenceLayers(MaskedLayers):
         where = is_captured(device), torch.get_num_threads(), torch._C._get_cudnn_enabled()
         # Another object for each mask, and whenever a mask changes.
         contents = [mask if mask is None else derived_from(mask, "contents", object) for mask in _masks_of(self)]
-        found: KernelCall | None = _CALLS.find(like, *how, *where, *contents)
+        found = _CALLS.find(like, *how, *where, *contents)
         if found is None and (found := self._find_kernels(input, states, weights, resets)) is not None:
             found = known = _run_eagerly(found, like)
             _CALLS.add(lambda: known, like, *how, *where, *contents)

@@ -1,7 +1,7 @@
 """RNN, GRU and LSTM one step at a time: what depends on sizes only is prepared once."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, cast
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from ostinato.checks import ONE_STEP, check_input, check_integers, check_like_weight
 from ostinato.kernels.operators.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.backends import frozen_step, most_single_steps, step_of, step_of_layers
+from ostinato.kernels.persistent.interface import LayerStep, Step, StepOnCPU
 from ostinato.masks import mask_name, masked
 from ostinato.recurrent.cells import by_cells
 from ostinato.recurrent.gradients import differentiable
@@ -18,14 +19,14 @@ from ostinato.recurrent.weights import MaskedLayers, check_shapes, computes_list
 from ostinato.replay import Recorder, recording
 from ostinato.states import State, distinct, hidden_of, states_of
 
-_STEPS = Prepared()  # keyed by input, weights and states
+_STEPS: Prepared[Step] = Prepared()  # keyed by input, weights and states
 
 
 class StepLayers(MaskedLayers, Generic[State]):
     """Adds :meth:`step` and its fast paths."""
 
     _own_forward: Callable[..., tuple[Any, Any]]  # not a subclass's, which is no part of a step
-    _frozen_kernels: Prepared | None = None  # steps with packed weights, of layers with constant weights
+    _frozen_kernels: Prepared[StepOnCPU] | None = None  # steps with packed weights, of layers with constant weights
 
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """One time step, in constant memory: ``y, state = layer.step(x, state)``.
@@ -107,10 +108,11 @@ class StepLayers(MaskedLayers, Generic[State]):
         trained = torch.is_grad_enabled()
         if not x.is_cpu and (not x.is_cuda or (trained and self._buffers)):
             return None
-        if self._frozen_kernels is not None and not trained and (result := _step_frozen(self, x, state)) is not None:
+        frozen = self._frozen_kernels
+        if frozen is not None and not trained and (result := _step_frozen(frozen, x, state)) is not None:
             return result
         states, own = states_of(state), unmasked_weights(self)
-        how = self.mode, self.num_layers, self._forced_path, self._frozen_kernels is None
+        how = self.mode, self.num_layers, self._forced_path, frozen is None
         like = [x, *own, *distinct(states)], rank, type(state), len(states), *how
         run = None if self._buffers or _dropout_of(self) else _STEPS.find(*like)
         if run is None:
@@ -122,7 +124,7 @@ class StepLayers(MaskedLayers, Generic[State]):
         result = run(x, states, own)
         if result is None:
             return None
-        is_kept = self._frozen_kernels is not None and not trained and states and x.is_cpu
+        is_kept = frozen is not None and not trained and states and x.is_cpu
         if is_kept and all(tensor.is_contiguous() for tensor in (x, *states)):
             _freeze_step(self, x, states, x.numel() // self.input_size)
         output, new = result
@@ -148,7 +150,7 @@ class StepLayers(MaskedLayers, Generic[State]):
             outputs.append(output)
         return (torch.stack(outputs).transpose(0, time), state) if outputs else None
 
-    def _prepared_step(self, x: Tensor, state: Any, own: list[Tensor], rank: int) -> Any:
+    def _prepared_step(self, x: Tensor, state: Any, own: list[Tensor], rank: int) -> Step | None:
         """A function that computes a step of tensors like these, or None where the fast path does not apply.
 
         The function itself returns None where torch's layers are faster.  Where there is no kernel for the layer and
@@ -180,7 +182,8 @@ class StepLayers(MaskedLayers, Generic[State]):
         if masks and x.is_cuda:
             own[:] = weights_of(self)
         run = step_of_layers(x.device, steps, x, shape, 2 if self.mode == "LSTM" else 1)
-        run = differentiable(self.mode, run, cells) if trained else run
+        if trained:
+            run = differentiable(self.mode, cast(StepOnCPU, run).with_saved if x.is_cpu else run, cells)
         return run if is_contiguous else _of_contiguous(run)
 
 
@@ -196,13 +199,14 @@ def freeze(layer: StepLayers) -> None:
 
 def _freeze_step(layer: StepLayers, x: Tensor, states: list[Tensor], batch: int) -> None:
     """Prepare :func:`_step_frozen` for an input and states like these."""
-    weights, steps, frozen = weights_of(layer), [], cast(Any, layer._frozen_kernels)
+    weights, steps, frozen = weights_of(layer), [], cast(Prepared[StepOnCPU], layer._frozen_kernels)
     size = len(weights) // layer.num_layers
     for k in range(layer.num_layers):
         masks = (layer._buffers.get(f"mask_{which}_l{k}") for which in ("ih", "hh"))
         own = [weight.contiguous() for weight in weights[k * size : (k + 1) * size]]
         steps.append(frozen_step(layer.mode.lower(), batch, own, *masks))
-    frozen.add(lambda: step_of_layers(x.device, steps, x, tuple(states[0].shape), len(states)), [x, *states])
+    like = x.device, steps, x, tuple(states[0].shape), len(states)
+    frozen.add(lambda: cast(StepOnCPU, step_of_layers(*like)), [x, *states])
 
 
 def _are_plain(layer: StepLayers, tensors: list[Tensor], rank: int) -> bool:
@@ -223,7 +227,7 @@ def _are_plain(layer: StepLayers, tensors: list[Tensor], rank: int) -> bool:
     return True
 
 
-def _steps_of_layers(layer: StepLayers, x: Tensor, batch: int, own: list[Tensor]) -> list[Any] | None:
+def _steps_of_layers(layer: StepLayers, x: Tensor, batch: int, own: list[Tensor]) -> list[LayerStep] | None:
     """The kernel of each layer's step, None if one has none; `own` as in :meth:`_prepared_step`."""
     masks, cell, hidden, inputs = layer._buffers, layer.mode.lower(), layer.hidden_size, layer.input_size
     size, steps = len(own) // layer.num_layers, []
@@ -245,8 +249,7 @@ def _steps_of_layers(layer: StepLayers, x: Tensor, batch: int, own: list[Tensor]
     return steps
 
 
-def _step_frozen(layer: StepLayers, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
-    frozen: Any = layer._frozen_kernels
+def _step_frozen(frozen: Prepared[StepOnCPU], x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
     states = states_of(state)
     run = frozen.find([x, *states])
     result = None if run is None else run(x, states, ())
@@ -289,10 +292,10 @@ def _dropout_of(layer: StepLayers) -> float:
     return layer.dropout if layer.training and layer.num_layers > 1 else 0.0
 
 
-def _of_contiguous(run: Callable) -> Callable:
+def _of_contiguous(run: Step) -> Step:
     """The step of copies of an input and states that are not contiguous."""
 
-    def step(x: Tensor, states: list[Tensor], weights: list[Tensor]) -> Any:
+    def step(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]] | None:
         return run(x.contiguous(), [state.contiguous() for state in states], weights)
 
     return step

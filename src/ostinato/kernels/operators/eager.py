@@ -6,13 +6,15 @@ are the expected ones are known not to.
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import DispatchKey, DispatchKeySet, Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+Run = TypeVar("Run")
 
 _MOST_PREPARED, _MOST_ALIKE = 4096, 8  # cache sizes: keys, and entries per key
 
@@ -76,17 +78,17 @@ def is_dense(x: Tensor) -> bool:
     return _dispatch_keys(x).raw_repr() in _PLAIN_KEYS
 
 
-class Prepared:
-    """A cache of functions for calls that differ from an earlier, validated one only in addresses and values."""
+class Prepared(Generic[Run]):
+    """A cache of what computes calls that differ from an earlier, validated one only in addresses and values."""
 
     def __init__(self) -> None:
-        self._runs: dict[tuple, list[tuple[Callable, Any]]] = {}
+        self._runs: dict[tuple, list[tuple[Callable[..., bool], Run]]] = {}
 
     def __reduce__(self) -> tuple:
         return Prepared, ()  # a copy begins empty
 
-    def find(self, tensors: Sequence[Any], *settings: Any) -> Any:
-        """The function added for tensors like these and these settings, if the call :func:`is_eager`; else None."""
+    def find(self, tensors: Sequence[Any], *settings: Any) -> Run | None:
+        """What was added for tensors like these and these settings, if the call :func:`is_eager`; else None."""
         if _is_watched():
             return None
         for x in tensors:
@@ -98,7 +100,7 @@ class Prepared:
                 return run
         return None
 
-    def add(self, make: Callable[[], Any], tensors: Sequence[Tensor], *settings: Any) -> None:
+    def add(self, make: Callable[[], Run], tensors: Sequence[Tensor], *settings: Any) -> None:
         """Cache what `make` returns, unless the call is not cacheable."""
         if not is_eager(tensors) or len(set(map(id, tensors))) < len(tensors):  # guards reject duplicate tensors
             return

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.matmul.precision import layers_round
 from ostinato.kernels.persistent import reference
-from ostinato.kernels.persistent.interface import Kernels, KernelsOfCPU, KernelsOfGPU
+from ostinato.kernels.persistent.interface import Kernels, KernelsOfCPU, KernelsOfGPU, LayerStep, Step
 from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 
@@ -113,19 +113,21 @@ def step_of(
     mask_ih: Tensor | None,
     mask_hh: Tensor | None,
     path: str | None,
-) -> Any:
+) -> LayerStep | None:
     """What makes one step of a layer without gradients where a device has a kernel for it, else None."""
     return kernels_on(device).step_of(cell, dtype, hidden_size, input_size, batch, mask_ih, mask_hh, path)
 
 
-def frozen_step(cell: str, batch: int, weights: list[Tensor], mask_ih: Tensor | None, mask_hh: Tensor | None) -> Any:
+def frozen_step(
+    cell: str, batch: int, weights: list[Tensor], mask_ih: Tensor | None, mask_hh: Tensor | None
+) -> LayerStep:
     """A step of a layer on the CPU whose weights never change."""
     return _kernels_of_cpu().FrozenStep(cell, batch, weights, mask_ih, mask_hh)
 
 
 def step_of_layers(
-    device: torch.device, steps: Sequence[Any], x: Tensor, state_shape: tuple[int, ...], states: int
-) -> Any:
+    device: torch.device, steps: Sequence[LayerStep], x: Tensor, state_shape: tuple[int, ...], states: int
+) -> Step:
     """Steps, frozen or not, one after the other, for inputs like x and so many states of that shape."""
     return kernels_on(device).StepOfLayers(steps, x, state_shape, states)
 

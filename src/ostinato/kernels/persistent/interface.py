@@ -41,6 +41,42 @@ class SmallProducts(Protocol):
         """The gradients of each's DIFFERENTIABLE inputs, of h and what ``backward`` has found, as far as needed."""
 
 
+LayerStep = Any
+"""One step of one layer: an object of the device's own, that only its ``StepOfLayers`` calls."""
+
+
+class Step(Protocol):
+    """One step of stacked layers, one after the other, prepared for the shapes of an input and of states."""
+
+    def __call__(
+        self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], /
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """The output and the next states, given a contiguous input and states, if any, and all layers' weights.
+
+        These are in torch.nn's order.  None where torch's layers must compute the step.
+        """
+
+
+class StepOnCPU(Step, Protocol):
+    """What only steps on the CPU have: results in given memory, and what gradients need."""
+
+    def into(
+        self,
+        output: Tensor,
+        new: Sequence[Tensor],
+        x: Tensor,
+        states: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        /,
+    ) -> bool:
+        """A call that writes to the memory of its results; False where torch's layers must compute the step."""
+
+    def with_saved(
+        self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], /
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """A call for dense layers that returns what their gradients need as well."""
+
+
 class Kernels(Protocol):
     """A layer and direction on a device."""
 
@@ -84,14 +120,11 @@ class Kernels(Protocol):
         mask_hh: Tensor | None,
         path: str | None,
         /,
-    ) -> Any:
+    ) -> LayerStep | None:
         """What makes one step of a layer without gradients; None where torch's kernels are as fast."""
 
-    def StepOfLayers(self, steps: Sequence[Any], x: Tensor, state_shape: tuple[int, ...], states: int, /) -> Any:
-        """Steps of stacked layers, one after the other, for inputs like x and so many states of that shape.
-
-        Called with an input, its states and all weights in torch.nn's order it returns the output and the next states.
-        """
+    def StepOfLayers(self, steps: Sequence[LayerStep], x: Tensor, state_shape: tuple[int, ...], states: int, /) -> Step:
+        """Steps of stacked layers, one after the other, for inputs like x and so many states of that shape."""
 
 
 class KernelsOfGPU(Kernels, Protocol):
@@ -136,8 +169,13 @@ class KernelsOfCPU(Kernels, Protocol):
 
     def FrozenStep(
         self, cell: str, batch: int, weights: list[Tensor], mask_ih: Tensor | None, mask_hh: Tensor | None, /
-    ) -> Any:
+    ) -> LayerStep:
         """What makes a step of a layer, in place of that of ``step_of``, with these weights packed."""
+
+    def StepOfLayers(
+        self, steps: Sequence[LayerStep], x: Tensor, state_shape: tuple[int, ...], states: int, /
+    ) -> StepOnCPU:
+        """As that of :class:`Kernels`."""
 
     def gradients_of_step(
         self,

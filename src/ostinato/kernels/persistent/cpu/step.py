@@ -140,7 +140,9 @@ class StepOfLayers:
         self._rows = batch * steps[0].rows * x.itemsize  # bytes of what a layer saves of its gates
         self._saved = [(size, x.new_empty(size).stride(), x.dtype) for size in sizes]
 
-    def __call__(self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
+    def __call__(
+        self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]] | None:
         """The output and the next states, given a contiguous input and states and all layers' weights.
 
         None if something was not finite, as for a :class:`Step`.
