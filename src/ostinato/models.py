@@ -2,8 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,27 @@ from ostinato.minimal import HighwayMinGRU, MinGRU, MinLSTM
 from ostinato.recurrent import GRU, LSTM
 from ostinato.stepper import Stepper
 
-CELLS: dict[str, Any] = {
+
+class RecurrentLayer(Protocol):
+    """What a block needs of a layer."""
+
+    input_size: int
+    hidden_size: int
+
+    def __call__(self, input: Tensor, hx: Any, /) -> tuple[Tensor, Any]: ...
+
+    def step(self, x: Tensor, state: Any, /) -> tuple[Tensor, Any]: ...
+
+    def initial_state(self, batch_size: int, /) -> Any: ...
+
+
+CELLS: dict[str, Callable[..., RecurrentLayer]] = {
     cell.__name__.lower(): cell
     for cell in (MinGRU, MinLSTM, GRU, LSTM, HighwayMinGRU, RGLRU, HGRN, LRU, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM)
 }
 
 # A block's state: the last inputs of its convolution, (B, K-1, W), and that of its recurrent layer, (1, B, H), or a
-# pair of them for the LSTM.
+# pair of them, as of the LSTM.
 BlockState = tuple[Tensor, Any]
 State = list[BlockState]
 
@@ -66,6 +80,9 @@ class Block(nn.Module):
     The recurrence is a short causal convolution, the recurrent layer, and a projection back to the width.
     """
 
+    sequence_group: Callable[[], ProcessGroup] | None = None  # over whose processes sequences are sharded
+    recurrent: RecurrentLayer
+
     def __init__(
         self,
         width: int,
@@ -79,17 +96,23 @@ class Block(nn.Module):
         self.recurrent_norm = nn.LayerNorm(width, bias=False)
         self.conv = CausalConv(width, conv_kernel)
         self.recurrent = CELLS[cell](width, hidden_size, batch_first=True)
+        self.has_pair = isinstance(self.recurrent.initial_state(0), tuple)
         self.projection = nn.Linear(hidden_size, width, bias=False)
         self.mlp_norm = nn.LayerNorm(width, bias=False)
         inner = round(mlp_ratio * width)
         self.mlp = nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width, bias=False))
         self.dropout = nn.Dropout(dropout)
 
+    def initial_state(self, batch_size: int, like: Tensor) -> BlockState:
+        """Zeros, of a tensor's dtype and device: parameters of this block may be sharded by now."""
+        last = like.new_zeros(batch_size, max(self.conv.kernel_size - 1, 0), self.recurrent.input_size)
+        hidden = like.new_zeros(1, batch_size, self.recurrent.hidden_size)
+        return last, (hidden, hidden) if self.has_pair else hidden
+
     def forward(self, x: Tensor, state: BlockState) -> tuple[Tensor, BlockState]:
         last, hidden = state
         y, last = self.conv(self.recurrent_norm(x), last)
-        whole = getattr(self.recurrent, "sequence_group", None) is None
-        if x.size(1) == 1 and whole:
+        if x.size(1) == 1 and self.sequence_group is None:
             y, hidden = self.recurrent.step(y[:, 0], hidden)
             y = y[:, None]
         else:
@@ -189,11 +212,8 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         Raises TypeError for a batch size that is no integer, ValueError for one below 0.
         """
         check_integers(0, batch_size=batch_size)
-        settings, weight = self.settings, self.embedding.weight
-        last = weight.new_zeros(batch_size, max(settings["conv_kernel"] - 1, 0), settings["width"])
-        hidden = weight.new_zeros(1, batch_size, self.hidden_size)
-        pair = CELLS[settings["cell"]] is LSTM or getattr(CELLS[settings["cell"]], "states", 1) == 2
-        return [(last, (hidden, hidden) if pair else hidden) for _ in self.blocks]
+        like, blocks = self.embedding.weight, cast(Iterable[Block], self.blocks)
+        return [block.initial_state(batch_size, like) for block in blocks]
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """The logits of every next token.
