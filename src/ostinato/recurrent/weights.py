@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ostinato.checks import check_tensor
 from ostinato.kernels.operators.export import constant_to_compilers
-from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.persistent.plan import GATES, KernelPath
 from ostinato.masks import forget_pruned, keep_pruned, kept_weights, mask_name, mask_of, masked
 from ostinato.recurrent.torch_layers import TorchLayers
 
@@ -24,7 +24,7 @@ class MaskedLayers(TorchLayers):
 
     weight_ih_l0: Tensor
     weight_hh_l0: Tensor
-    _forced_path: str | None = None  # the only kernel to consider for a sequence; None for the fastest
+    _forced_path: KernelPath | None = None  # the only kernel to consider for a sequence; None for the fastest
 
     def extra_repr(self) -> str:
         """``torch.nn``'s, and what share of the pruned matrices is kept."""

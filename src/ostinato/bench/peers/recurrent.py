@@ -10,11 +10,12 @@ from torch.nn import functional as F
 
 from ostinato.bench.peers.prepare import Build, captured, import_peer, need_cuda, over_time
 from ostinato.bench.workloads import OURS, RECURRENT, RecurrentLayer, Run, Unavailable, name_of
+from ostinato.kernels.persistent.plan import KernelPath
 
 PLANNED = "is what the plan chooses"  # why a kernel is not measured under its own name
 
 
-def ours(path: str | None, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
+def ours(path: KernelPath | None, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
     """Our layer, by the kernel that its plan chooses, or that of a given path."""
     layer = work.layer(data)
     kind = {"resets": work.resets > 0, "packed": work.shortest > 0}

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ostinato.kernels.persistent.plan import KernelPath
 from ostinato.kernels.persistent.sequences import Sequences
 
 
@@ -49,7 +50,7 @@ class Arguments(NamedTuple):
     cell: str
     reverse: bool
     training: bool
-    path: str | None
+    path: KernelPath | None
     at_once: int
 
     @property

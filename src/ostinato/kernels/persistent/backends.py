@@ -13,7 +13,7 @@ from ostinato.kernels.matmul.precision import layers_round
 from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.interface import Kernels, KernelsOfCPU, KernelsOfGPU, LayerStep, Step
 from ostinato.kernels.persistent.masks import block_of
-from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
+from ostinato.kernels.persistent.plan import GATES, Call, KernelPath, Plan, no_kernel
 
 IN_WAVES = ("cuda",)  # devices on which stacked layers can run at the same time
 
@@ -112,7 +112,7 @@ def step_of(
     batch: int,
     mask_ih: Tensor | None,
     mask_hh: Tensor | None,
-    path: str | None,
+    path: KernelPath | None,
 ) -> LayerStep | None:
     """What makes one step of a layer without gradients where a device has a kernel for it, else None."""
     return kernels_on(device).step_of(cell, dtype, hidden_size, input_size, batch, mask_ih, mask_hh, path)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.persistent.arguments import Arguments, Layer, Saved
-from ostinato.kernels.persistent.plan import Call, Plan
+from ostinato.kernels.persistent.plan import Call, KernelPath, Plan
 from ostinato.kernels.persistent.sequences import Sequences
 
 Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -118,7 +118,7 @@ class Kernels(Protocol):
         batch: int,
         mask_ih: Tensor | None,
         mask_hh: Tensor | None,
-        path: str | None,
+        path: KernelPath | None,
         /,
     ) -> LayerStep | None:
         """What makes one step of a layer without gradients; None where torch's kernels are as fast."""

@@ -1,12 +1,15 @@
 """How a recurrent layer is run: what is asked of the kernels of a device, and what they answer."""
 
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
 GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
 MANY_STEPS = 1000
-NO_KERNEL = "steps"  # the path of a plan without a persistent kernel: torch's, or on a GPU that of one step
+KernelPath = Literal["dense", "block", "sparse"]
+"""A persistent kernel, by the weights that it multiplies: all, blocks, or entries."""
+
+NO_KERNEL: Final = "steps"  # the path of a plan without a persistent kernel: torch's, or on a GPU that of one step
 
 
 class Call(NamedTuple):
@@ -19,7 +22,7 @@ class Call(NamedTuple):
     dtype: torch.dtype
     training: bool  # whether gradients will be computed
     steps: int | None  # of the longest sequence; None if they are many
-    path: str | None = None  # the only kernel to consider, "dense", "block" or "sparse"; None for the fastest
+    path: KernelPath | None = None  # the only kernel to consider; None for the fastest
     at_once: int = 1  # such layers that run at once: directions, or stacked layers
     resets: bool = False  # inside sequences, which torch's kernels do not support
     packed: bool = False  # sequences of different lengths
@@ -37,7 +40,7 @@ class Call(NamedTuple):
 class Plan(NamedTuple):
     """How a layer will be run, and why."""
 
-    path: str  # "dense", "sparse" or "block": a persistent kernel; NO_KERNEL: none of them
+    path: KernelPath | Literal["steps"]  # NO_KERNEL, which is "steps", for none
     bytes_on_chip: int = 0  # recurrent weights in registers and shared memory, summed over all blocks
     bytes_available: int = 0
     blocks: int = 0

@@ -8,7 +8,7 @@ from torch import Tensor
 from ostinato.kernels.cpu.loops import NUMPY_DTYPES
 from ostinato.kernels.persistent.cpu.products import FEATURES
 from ostinato.kernels.persistent.cpu.step_matrices import MOST_SEQUENCES, most_sequences
-from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
+from ostinato.kernels.persistent.plan import GATES, Call, KernelPath, Plan, no_kernel
 
 # Measured on two cores of a Zen 5.
 FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # fewer do not pay for packing
@@ -39,7 +39,8 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
     _, cell, hidden_size, batch, dtype, training, steps, path, at_once, resets, packed, compared, *_ = call
     if dtype not in NUMPY_DTYPES:
         return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
-    entries, kept, weights, density = None, 1, 1, 1.0
+    entries: KernelPath | None = None
+    kept, weights, density = 1, 1, 1.0
     if mask_hh is not None and block is not None:
         kept, weights = int(mask_hh.sum()), mask_hh.numel()
         density = kept / weights
@@ -67,7 +68,7 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
     return _of_entries(path, density, block)
 
 
-def _of_entries(path: str, density: float, block: tuple[int, int] | None) -> Plan:
+def _of_entries(path: KernelPath, density: float, block: tuple[int, int] | None) -> Plan:
     return Plan(path, reason=f"{density:.0%} of the weights are left, and only these are read", geometry=block)
 
 
@@ -93,7 +94,7 @@ def most_single_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtyp
     return min(6, 48 // batch) if cell == "lstm" else 4
 
 
-def _few_steps_of_entries(call: Call, path: str, density: float) -> float:
+def _few_steps_of_entries(call: Call, path: KernelPath, density: float) -> float:
     """How many steps pay for packing what is left: about as many for layers of any size, but that oneDNN packs, too.
 
     Measured on two cores of an Intel Xeon of 2023, of 32 to 1024 units with a twentieth to a quarter of the weights.
@@ -103,7 +104,7 @@ def _few_steps_of_entries(call: Call, path: str, density: float) -> float:
     return min(few, _few_steps(call.cell, call.hidden_size) / (2 if call.training else 1))
 
 
-def _why_torch(call: Call, path: str, density: float) -> str | None:
+def _why_torch(call: Call, path: KernelPath, density: float) -> str | None:
     """Why torch's kernels are faster for a layer, if they are, by how many steps were measured to be few."""
     cell, hidden_size, training = call.cell, call.hidden_size, call.training
     if path == "dense" and _in_onednn(call):

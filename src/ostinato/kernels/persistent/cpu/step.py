@@ -18,7 +18,7 @@ from ostinato.kernels.persistent.cpu.entries import SLICE
 from ostinato.kernels.persistent.cpu.products import ROWS
 from ostinato.kernels.persistent.cpu.step_loop import MatrixWork, Work, step_loop
 from ostinato.kernels.persistent.cpu.step_matrices import DENSE, MOST_SEQUENCES, Matrix, matrix_of, packed_matrix
-from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.persistent.plan import GATES, KernelPath
 
 GROUP = 16  # units of a task: a cache line of float32
 empty: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]  # faster than through the dispatcher
@@ -197,7 +197,7 @@ def step_of(
     batch: int,
     mask_ih: Tensor | None,
     mask_hh: Tensor | None,
-    path: str | None,
+    path: KernelPath | None,
 ) -> Step | None:
     """A layer's step, prepared once for its sizes and masks; None where that would not be faster.
 

@@ -7,6 +7,7 @@ from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent.cpu.entries import forward_entries
 from ostinato.kernels.persistent.cpu.pruned import BLOCK_WIDTH
 from ostinato.kernels.persistent.masks import block_of
+from ostinato.kernels.persistent.plan import KernelPath
 
 # Sequences of a step up to which torch's GEMMs are no faster.  Measured on two cores of a Zen 4: in float32 a step
 # takes 0.2 to 0.8 of torch.nn's time with up to 128 sequences, and 0.8 to 1 with 512.
@@ -31,13 +32,13 @@ class Matrix:
 DENSE = Matrix()
 
 
-def matrix_of(mask: Tensor, gates: int, path: str | None) -> Matrix | None:
+def matrix_of(mask: Tensor, gates: int, path: KernelPath | None) -> Matrix | None:
     """How the weights of a mask are read, cached by mask; None where all are to be read."""
     found: Matrix | None = derived_from(mask, ("step", path), lambda: _make_matrix(mask, gates, path))
     return found
 
 
-def _make_matrix(mask: Tensor, gates: int, path: str | None) -> Matrix | None:
+def _make_matrix(mask: Tensor, gates: int, path: KernelPath | None) -> Matrix | None:
     """None if reading all weights is faster, or a pruned weight on the diagonal is inside a block."""
     block = derived_from(mask, "block", lambda: block_of(mask, gates))
     kind, kept, inputs = "sparse" if block == (1, 1) else "block", int(mask.sum()), mask.shape[1]

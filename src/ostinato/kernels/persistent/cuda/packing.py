@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers, most_streamed, split_strips
 from ostinato.kernels.persistent.cuda.heuristics.geometry import THREADS, WARPS, ZERO_PLACES, Geometry
+from ostinato.kernels.persistent.plan import KernelPath
 
 
 class Packing(NamedTuple):
@@ -32,7 +33,7 @@ def pack(mask: Tensor, geometry: Geometry, properties: Any) -> Packing:
     return (_pack_block if geometry.path == "block" else _pack_sparse)(rows, geometry, properties)
 
 
-def _fitting(geometry: Geometry | None, path: str, properties: Any) -> Geometry:
+def _fitting(geometry: Geometry | None, path: KernelPath, properties: Any) -> Geometry:
     if geometry is None or geometry.bytes_streamed > most_streamed(properties):
         raise MemoryError(f"the recurrent weights that this mask leaves do not fit on the chip in the {path} kernel")
     return geometry

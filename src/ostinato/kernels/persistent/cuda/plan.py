@@ -16,7 +16,7 @@ from ostinato.kernels.persistent.cuda.heuristics.cudnn_costs import torchs_micro
 from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
 from ostinato.kernels.persistent.cuda.launch import compile_kernels, packing_of
-from ostinato.kernels.persistent.plan import GATES, Call, Plan, keeps_gates, no_kernel
+from ostinato.kernels.persistent.plan import GATES, Call, KernelPath, Plan, keeps_gates, no_kernel
 
 # Microseconds that the host takes to launch our kernels of a layer without gradients.  Those of cuDNN for small layers
 # take it less, with gradients too, but cuDNN's backward cannot be differentiated: there launches do not count.
@@ -115,12 +115,12 @@ def plan_sizes(
 
 @functools.lru_cache(4096)
 def _plan_of_share(
-    layer: tuple, index: int, path: str | None, training: bool, tf32: bool, share: int, distributed: bool
+    layer: tuple, index: int, path: KernelPath | None, training: bool, tf32: bool, share: int, distributed: bool
 ) -> Plan:
     """The plan by sizes alone, on a fraction 1 / `share` of the device; products are rounded where cuDNN's are."""
     cell, hidden_size, batch, *_ = layer
 
-    def choose(backward: bool, path: str | None) -> Plan:
+    def choose(backward: bool, path: KernelPath | None) -> Plan:
         exact = not (tf32 and cudnn.rounds(cell, hidden_size, batch, backward))
         given: Any = *layer, torch.cuda.get_device_properties(index), share, path
         return choose_geometry(*given, backward=backward, exact=exact, distributed=distributed)

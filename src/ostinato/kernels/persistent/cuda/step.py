@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.cuda.nvrtc import SCALARS, Macros, empty
-from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.persistent.plan import GATES, KernelPath
 
 WARPS = 4  # of a block
 MOST_AT_ONCE = 8  # sequences of a warp
@@ -93,7 +93,7 @@ def step_of(
     batch: int,
     mask_ih: Tensor | None,
     mask_hh: Tensor | None,
-    path: str | None,
+    path: KernelPath | None,
 ) -> Step | None:
     """What makes a step of a layer, prepared once for its sizes; None where that would be no faster."""
     large = batch > 2 and _groups(batch) * GATES[cell] * hidden * (inputs + hidden) > MOST_READ

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from ostinato.kernels.cuda import nvrtc
-from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.persistent.plan import GATES, KernelPath
 
 SCALARS = {dtype: nvrtc.SCALARS[dtype] for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 WARPS = 8
@@ -61,7 +61,7 @@ class Strips(NamedTuple):
 class Geometry(NamedTuple):
     """How the units and sequences of a layer are divided among the blocks of a persistent kernel."""
 
-    path: str
+    path: KernelPath
     cell: str
     hidden_size: int
     dtype: torch.dtype

@@ -20,7 +20,7 @@ from ostinato.kernels.persistent.cuda.heuristics.geometry import (
     ceil_div,
     round_up,
 )
-from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
+from ostinato.kernels.persistent.plan import GATES, KernelPath, Plan, no_kernel
 
 LEAST_COPIED = 1024  # bytes of a sequence's state, of groups in turn
 LEAST_TILES = {False: 16, True: 24}  # of a warp, of groups in turn, forward and backward
@@ -294,7 +294,7 @@ def choose_geometry(
     block: tuple[int, int] | None,
     properties: Any,
     share: int = 1,
-    path: str | None = None,
+    path: KernelPath | None = None,
     *,
     backward: bool = False,
     exact: bool = True,
@@ -308,7 +308,7 @@ def choose_geometry(
         block: the shape of pruned blocks.
         properties: what ``torch.cuda.get_device_properties`` returns.
         share: how many such layers share the device at the same time.
-        path: the only kernel to consider, "dense", "block" or "sparse"; None for the fastest.
+        path: the only kernel to consider; None for the fastest.
         backward: whether the gradients go back through time, or the states forward.
         exact: whether float32 products must not be rounded to tf32.
         distributed: whether states may stay in the shared memory of clusters.
@@ -323,7 +323,7 @@ def choose_geometry(
         return no_kernel("persistent kernels need compute capability 8.0", available)
     weights = GATES[cell] * hidden_size**2
     density = 1.0 if mask_nnz is None else mask_nnz / weights
-    paths = ["dense"]
+    paths: list[KernelPath] = ["dense"]
     if mask_nnz is not None and hidden_size < 2**16 - ZERO_PLACES:
         paths += ["sparse"] if block in (None, (1, 1)) else ["block", "sparse"]
     starts = tuple(
