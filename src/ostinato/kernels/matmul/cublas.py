@@ -150,8 +150,11 @@ _handle: Any = getattr(torch._C, "_cuda_getCurrentBlasHandle", None)  # PyTorch'
 
 
 def create_handle(device: torch.device) -> None:
-    """PyTorch's of this thread, if there is none yet: while a CUDA graph is captured, PyTorch cannot."""
-    if _handle is not None:
+    """PyTorch's of this thread, if there is none yet and a CUDA graph is captured, as PyTorch cannot then.
+
+    Calls before the capture may have needed none, and gradients are computed in a thread of their own.
+    """
+    if _handle is not None and torch.cuda.is_current_stream_capturing():
         with torch.cuda.device(device), permitted_in_captures():
             _handle()
 

@@ -78,7 +78,7 @@ def executor_of(*args: Any, bidirectional: bool = False) -> Executor:
     kernels: Kernels = kernels_on(given.x.device) if plan.has_kernel else reference
     captured = plan.has_kernel and is_captured(given.x.device)
     if captured:
-        cublas.create_handle(given.x.device)  # calls before the capture may not have needed one
+        cublas.create_handle(given.x.device)
     small = _products_of_small(kernels, given, captured)
     return Executor(kernels, plan, layers_round(given.x.device, given.x.dtype), small)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.matmul import cublas
 from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cuda.heuristics.geometry import THREADS
 from ostinato.kernels.persistent.cuda.launch import launch, source_of_biases
@@ -99,6 +100,7 @@ def _of_backward(
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[dict[str, Any], Found]:
     """What the kernel of a backward is given, and which of it are the results."""
+    cublas.create_handle(saved.h.device)  # for the products that follow
     cell, batch = layer.cell, layer.sequences.batch
     (pre, candidate, h, c), (grad_output, grad_h_n, grad_c_n) = saved, upstream
     rows, hidden, lstm = pre.shape[0], plan.geometry.backward.hidden_size, cell == "lstm"
