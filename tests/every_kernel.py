@@ -257,10 +257,10 @@ def wide(hidden, dtype):
 
 
 def stacks(cell):
-    """Layers at once, whose portions are parts of tensors; their products are cuBLAS's."""
+    """Layers at once, whose chunks are parts of tensors; their products are cuBLAS's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequences, "layers_at_once", lambda *_: 2)
-        patch.setattr(persistent, "portions", lambda *_: 3)
+        patch.setattr(persistent, "chunks", lambda *_: 3)
         stack = getattr(ostinato, cell)(10, 37, 3, device="cuda", dtype=torch.bfloat16)
         x = torch.randn(61, 5, 10, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         output, _ = stack(x, resets=(torch.rand(61, 5) < 0.1).cuda())

@@ -1,4 +1,4 @@
-"""Stacked layers in a wavefront: several at once, each a portion of the steps behind the one below."""
+"""Stacked layers in a wavefront: several at once, each a chunk of the steps behind the one below."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 import ostinato
 from ostinato.kernels.cuda import streams
-from ostinato.kernels.cuda.streams import in_waves
+from ostinato.kernels.cuda.streams import in_wavefront
 from ostinato.kernels.operators import several
 from ostinato.kernels.persistent import backends, cpu, cuda, reference, stacks, wavefront
 from ostinato.kernels.persistent.backends import layers_at_once
@@ -22,12 +22,12 @@ from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.recurrent import sequences
 from recurrent_layers import CELLS, assert_same, assert_same_gradients, flat, gradients, inputs, leaves, make, twin
 
-LENGTH = 43  # so that no division into portions is even
+LENGTH = 43  # so that no division into chunks is even
 KERNELS = {"reference": reference, "the CPU's": cpu}
 
 
-def in_portions(module):
-    """A module's kernels as a GPU's, which write a portion of whole tensors."""
+def as_of_gpu(module):
+    """A module's kernels as a GPU's, which write a chunk of whole tensors."""
 
     def forward(layer, projected, plan, keep, into=None):
         output, h_n, c_n, c = module.forward(layer, projected, plan, keep)
@@ -44,7 +44,7 @@ def in_portions(module):
         return grads, *states, totals
 
     plan = Plan("dense", reason="a test")
-    own = {"forward": forward, "backward": backward, "make_plan": lambda *_: plan, "portions": lambda *_: 3}
+    own = {"forward": forward, "backward": backward, "make_plan": lambda *_: plan, "chunks": lambda *_: 3}
     return SimpleNamespace(**(vars(module) | own))
 
 
@@ -53,7 +53,7 @@ def at_once(request, monkeypatch, kernels):
     """How many layers run at once."""
     name, count = request.param
     together(monkeypatch, count)
-    stand_in = in_portions(KERNELS[name])
+    stand_in = as_of_gpu(KERNELS[name])
     monkeypatch.setattr(backends, "_kernels_on", lambda device_type: stand_in)
     return count
 
@@ -226,7 +226,7 @@ def test_compiled_autograd_takes_several_layers_in_one_graph(options, at_once, f
 )
 def test_compiled_stacks_are_one_operator_when_trained(cell, options, at_once, monkeypatch, fresh_compiler):
     """Which decides when it runs how many layers run at once; both directions are one without gradients, too."""
-    monkeypatch.setattr(sequences, "IN_WAVES", ("cpu",))
+    monkeypatch.setattr(sequences, "WAVEFRONT_DEVICES", ("cpu",))
     layer, operators = stack(cell, **options), []
 
     def backend(graph, given):
@@ -254,8 +254,8 @@ def test_compiled_layers_run_one_by_one_where_no_kernel_fits_them_at_once(at_onc
     kernels = backends.kernels_on(torch.device("cpu"))
     plan = kernels.make_plan()
     monkeypatch.setattr(kernels, "make_plan", lambda call, *_: no_kernel("a test") if call.at_once == 2 else plan)
-    monkeypatch.setattr(kernels, "portions", None)
-    monkeypatch.setattr(sequences, "IN_WAVES", ("cpu",))
+    monkeypatch.setattr(kernels, "chunks", None)
+    monkeypatch.setattr(sequences, "WAVEFRONT_DEVICES", ("cpu",))
     layer = stack("GRU")
     compiled, other = torch.compile(layer, fullgraph=True, backend="aot_eager"), twin(layer)
     x, hx = inputs(layer, 4, LENGTH)
@@ -292,7 +292,7 @@ ONE_OPERATOR = [{"num_layers": 1, "bidirectional": True}, {"num_layers": 3}]
 @pytest.mark.parametrize("options", ONE_OPERATOR)
 @pytest.mark.parametrize("at_once", [("reference", 2)], indirect=True)
 def test_compiled_tangents(options, at_once, monkeypatch, fresh_compiler):
-    monkeypatch.setattr(sequences, "IN_WAVES", ("cpu",))
+    monkeypatch.setattr(sequences, "WAVEFRONT_DEVICES", ("cpu",))
     layer, x = stack("GRU", **options), torch.randn(LENGTH, 2, 5, dtype=torch.float64)
 
     def pushed(x, tangent):
@@ -307,7 +307,7 @@ def test_compiled_tangents(options, at_once, monkeypatch, fresh_compiler):
 @pytest.mark.parametrize("at_once", [("reference", 2)], indirect=True)
 def test_compiled_derivatives_of_gradients_and_jacobians(options, at_once, monkeypatch, fresh_compiler):
     """Where the backend leaves gradients to autograd."""
-    monkeypatch.setattr(sequences, "IN_WAVES", ("cpu",))
+    monkeypatch.setattr(sequences, "WAVEFRONT_DEVICES", ("cpu",))
     layer = stack("LSTM", **options)
     x, hx = inputs(layer, 2, 19)
     wanted = [t.requires_grad_() for t in leaves(layer, x, hx)]
@@ -327,7 +327,7 @@ def test_compiled_derivatives_of_gradients_and_jacobians(options, at_once, monke
 @pytest.mark.parametrize("options", [{"num_layers": 1}, *ONE_OPERATOR])
 def test_gradients_lie_in_memory_as_compilers_are_told(options, at_once, monkeypatch, fresh_compiler):
     """Contiguous, also of inputs that are not, and of states in memory that loops pad."""
-    monkeypatch.setattr(sequences, "IN_WAVES", ("cpu",))
+    monkeypatch.setattr(sequences, "WAVEFRONT_DEVICES", ("cpu",))
     layer, strides = stack("GRU", **options), []
     x, hx = inputs(layer, 2, LENGTH)
     x, hx = x.flatten(0, 1).T.contiguous().T.unflatten(0, (LENGTH, 2)), hx.mT.contiguous().mT
@@ -375,7 +375,7 @@ def test_packed_sequences_and_both_directions_are_not_divided(at_once):
 @pytest.mark.parametrize("cell", CELLS)
 def test_on_a_gpu(cell, hidden, batch, steps, layers, count, dtype, monkeypatch, nan_memory):
     """As exact as layer after layer, with dropout and resets, too; the same bits twice, and in a CUDA graph."""
-    monkeypatch.setattr(cuda, "portions", lambda *_: 3)
+    monkeypatch.setattr(cuda, "chunks", lambda *_: 3)
     for times in ("ROWS_LAUNCHED", "ADDED_LAUNCHED"):  # products by the same kernels in a graph and outside
         monkeypatch.setattr(cuda.small, times, 1)
     torch.manual_seed(0)
@@ -421,7 +421,7 @@ def test_on_a_gpu(cell, hidden, batch, steps, layers, count, dtype, monkeypatch,
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [(1, 1), (16, 1)])
 def test_pruned_layers_on_a_gpu(block, monkeypatch, nan_memory):
-    monkeypatch.setattr(cuda, "portions", lambda *_: 3)
+    monkeypatch.setattr(cuda, "chunks", lambda *_: 3)
     torch.manual_seed(0)
     layer = make("LSTM", 64, 640, num_layers=3, device="cuda", dtype=torch.float16)
     ostinato.prune(layer, 0.1, block=block)
@@ -470,7 +470,7 @@ def test_more_layers_at_once_in_a_cuda_graph():
 @pytest.mark.gpu
 def test_kernels_of_another_stream_still_read(monkeypatch):
     """What is freed between two calls on different streams is not overwritten by the second."""
-    monkeypatch.setattr(cuda, "portions", lambda *_: 3)
+    monkeypatch.setattr(cuda, "chunks", lambda *_: 3)
     together(monkeypatch, 2)
     layer = make("GRU", 64, 64, num_layers=2, device="cuda", dtype=torch.bfloat16)
     xs = torch.randn(6, 200, 8, 64, device="cuda", dtype=torch.bfloat16)
@@ -487,19 +487,19 @@ def test_kernels_of_another_stream_still_read(monkeypatch):
 @pytest.mark.gpu
 def test_what_the_current_stream_reads_is_not_overwritten(monkeypatch):
     """By what another thread with the same current stream, and so with the same others, computes."""
-    monkeypatch.setattr(cuda, "portions", lambda *_: 3)
+    monkeypatch.setattr(cuda, "chunks", lambda *_: 3)
     together(monkeypatch, 2)
     layer = make("GRU", 64, 64, num_layers=2, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(200, 8, 64, device="cuda", dtype=torch.bfloat16)
 
     def then_wait(device, *args):
-        in_waves(device, *args)
+        in_wavefront(device, *args)
         torch.cuda._sleep(500_000_000)  # cycles, before the states are read
 
     with torch.no_grad():
         _, expected = layer(x)
         torch.cuda.synchronize()
-        monkeypatch.setattr(wavefront, "in_waves", then_wait)
+        monkeypatch.setattr(wavefront, "in_wavefront", then_wait)
         _, found = layer(x)
         current = torch.cuda.current_stream()
         (other,), _ = streams._streams_beside(current.device, current.cuda_stream, 2)
@@ -522,7 +522,7 @@ def test_waves_keep_the_order_of_chains_and_links(chains, links):
 
         return ()
 
-    in_waves(torch.device("cpu"), chains, links, run)
+    in_wavefront(torch.device("cpu"), chains, links, run)
     assert len(ran) == len(set(ran)) == chains * links
 
 
@@ -533,7 +533,7 @@ def test_what_leaves_a_chain_is_kept_for_the_current_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "set_stream", Mock())
     made = {(chain, link): Mock() for chain in range(3) for link in range(2)}
-    in_waves(torch.device("cuda", 0), 3, 2, lambda *at: (made[at], None))
+    in_wavefront(torch.device("cuda", 0), 3, 2, lambda *at: (made[at], None))
     for (chain, _), x in made.items():
         assert x.record_stream.mock_calls == ([call(current)] if chain else [])
     assert torch.cuda.set_stream.mock_calls[-1] == call(current)

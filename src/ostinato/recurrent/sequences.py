@@ -12,7 +12,7 @@ from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.matmul.precision import autocast_dtype, layers_round
 from ostinato.kernels.operators.eager import Prepared, is_eager
-from ostinato.kernels.persistent.backends import IN_WAVES, is_captured, layers_at_once, plan_layer
+from ostinato.kernels.persistent.backends import WAVEFRONT_DEVICES, is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.directions import recurrent_layers
 from ostinato.kernels.persistent.modes import can_take, count_operations, is_vmapped
 from ostinato.kernels.persistent.operators import recurrent_layer
@@ -132,7 +132,7 @@ class SequenceLayers(MaskedLayers):
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         at_once, is_torchs = 2 if self.bidirectional else 1, False
         if torch.compiler.is_compiling():  # planned at run time, when trained also how many layers run at once
-            if training and not (self.bidirectional or packed) and device.type in IN_WAVES:
+            if training and not (self.bidirectional or packed) and device.type in WAVEFRONT_DEVICES:
                 at_once = self.num_layers
         elif batch * steps > 0:
             ragged = has_several_lengths(input, batch, steps)

@@ -31,10 +31,10 @@ def planned_for_an_h100(monkeypatch):
     monkeypatch.setattr(
         cuda_plan, "compile_kernels", cuda_launch.compile_kernels.__wrapped__
     )  # which kernels() replaces
-    for cached in (cuda_plan._plan_of_share, backends._plan_dense, wavefront.portions):
+    for cached in (cuda_plan._plan_of_share, backends._plan_dense, wavefront.chunks):
         cached.cache_clear()
     yield
-    for cached in (cuda_plan._plan_of_share, backends._plan_dense, wavefront.portions):
+    for cached in (cuda_plan._plan_of_share, backends._plan_dense, wavefront.chunks):
         cached.cache_clear()
 
 
@@ -518,17 +518,17 @@ def test_stacked_layers_run_at_once_where_that_is_faster(planned_for_an_h100, st
     assert at_once("gru", 256, 1, f16, 1, 1000, captured=True) == 1
 
 
-def test_the_host_launches_few_portions(planned_for_an_h100, monkeypatch):
+def test_the_host_launches_few_chunks(planned_for_an_h100, monkeypatch):
     """Those of few steps would take it longer than the GPU."""
     assert at_once("gru", 256, 1, f16, 3, 200) == 1 < at_once("gru", 256, 1, f16, 3, 200, captured=True)
     long = Call(torch.device("cuda", 0), "gru", 256, 1, f16, False, 1000, at_once=3)
     plan = cuda_plan.plan_sizes(long, None, None, True)
     in_graph = long._replace(captured=True)
-    launched, captured = (wavefront.portions(call, plan) for call in (long, in_graph))
+    launched, captured = (wavefront.chunks(call, plan) for call in (long, in_graph))
     assert 2 <= launched < captured <= 16
-    few = wavefront.portions(in_graph._replace(steps=20), plan)
+    few = wavefront.chunks(in_graph._replace(steps=20), plan)
     assert few <= 2  # of eight steps or more
-    assert wavefront.portions(in_graph._replace(at_once=1), plan) == 1
-    wavefront.portions(in_graph, plan)
+    assert wavefront.chunks(in_graph._replace(at_once=1), plan) == 1
+    wavefront.chunks(in_graph, plan)
     monkeypatch.setattr(wavefront, "step_microseconds", None)  # calls of pruned layers ask each time
-    assert wavefront.portions(in_graph, plan) == captured
+    assert wavefront.chunks(in_graph, plan) == captured

@@ -60,18 +60,20 @@ def launch_stream(device: int, memory: Any) -> int:
     return now.side.cuda_stream
 
 
-def in_waves(device: torch.device, chains: int, links: int, run: Callable[[int, int], Sequence[Tensor | None]]) -> None:
+def in_wavefront(
+    device: torch.device, chains: int, links: int, run: Callable[[int, int], Sequence[Tensor | None]]
+) -> None:
     """``run(chain, link)`` for all: after the chain's link before, and after the same link of the chain before.
 
-    So those whose ``chain + link`` is the same, a wave, may run at the same time; the waves are launched in order.
+    So those whose ``chain + link`` is the same, a diagonal, may run at the same time; diagonals are launched in order.
     The kernels of each chain run on a stream of its own, of the first on the current one, which waits for all others
     at the end.  Until then memory that several chains use must not be freed.  ``run`` returns what it has made that is
     used outside of its chain: another thread, with the same current stream, could reuse that memory at once.
     """
     order = [
-        (chain, wave - chain)
-        for wave in range(chains + links - 1)
-        for chain in reversed(range(max(0, wave - links + 1), min(wave + 1, chains)))
+        (chain, diagonal - chain)
+        for diagonal in range(chains + links - 1)
+        for chain in reversed(range(max(0, diagonal - links + 1), min(diagonal + 1, chains)))
     ]
     if device.type != "cuda":
         for chain, link in order:

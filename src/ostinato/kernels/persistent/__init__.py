@@ -14,7 +14,7 @@
 ``operators.py``   the layer as a differentiable operator
 ``directions.py``  both directions of a layer, beside each other
 ``stacks.py``      stacked layers: wavefronts of them, one after the other
-``wavefront.py``   layers at the same time, each a portion of the steps behind the one below
+``wavefront.py``   layers at the same time, each a chunk of the steps behind the one below
 ``modes.py``       function transforms, counters and autocast around its calls
 ``plain.py``       the same for exported programs
 ``masks.py``       the blocks of a pruned matrix

@@ -15,7 +15,7 @@ from ostinato.kernels.persistent.interface import Kernels, KernelsOfCPU, Kernels
 from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES, Call, KernelPath, Plan, no_kernel
 
-IN_WAVES = ("cuda",)  # devices on which stacked layers can run at the same time
+WAVEFRONT_DEVICES = ("cuda",)  # devices on which stacked layers can run at the same time
 
 
 def kernels_on(device: torch.device) -> Kernels:
@@ -67,14 +67,14 @@ _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
 
 def layers_at_once(mask_hh: Tensor | None, call: Call, layers: int) -> int:
     """How many of so many stacked layers run at the same time, cached as :func:`plan_layer`; ``call`` is one's."""
-    if layers == 1 or call.device.type not in IN_WAVES or not nvrtc.can_launch():
+    if layers == 1 or call.device.type not in WAVEFRONT_DEVICES or not nvrtc.can_launch():
         return 1
     key = call, layers_round(call.device, call.dtype), layers
     return _dense_at_once(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _at_once(mask_hh, *key))
 
 
-def in_portions(kernels: Kernels) -> KernelsOfGPU:
-    """The kernels of a device of IN_WAVES as what they are, a GPU's."""
+def as_gpu(kernels: Kernels) -> KernelsOfGPU:
+    """The kernels of one of WAVEFRONT_DEVICES, typed as what they are, a GPU's."""
     return cast(KernelsOfGPU, kernels)
 
 
@@ -84,7 +84,7 @@ def is_captured(device: torch.device) -> bool:
 
 
 def _at_once(mask_hh: Tensor | None, call: Call, tf32: bool, layers: int) -> int:
-    kernels = in_portions(kernels_on(call.device))
+    kernels = as_gpu(kernels_on(call.device))
     return kernels.layers_at_once(call, layers, mask_hh, _block(mask_hh, call), tf32)
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ostinato.kernels.matmul.gemm import add_product, gradient_of_input, gradient_of_weight, linear, transposes
 from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, INPUTS, NEEDED_BITS, Arguments, Layer, Saved
-from ostinato.kernels.persistent.backends import in_portions
+from ostinato.kernels.persistent.backends import as_gpu
 from ostinato.kernels.persistent.executor import Executor
 from ostinato.kernels.persistent.interface import Found
 
@@ -36,7 +36,7 @@ def back_through_time_of_both(executor: Executor, *calls: tuple) -> list[tuple[T
         (given.layer, saved_by(executor, given, (h, c, gates)), upstream, executor.plan)
         for given, h, c, gates, *upstream, _ in each
     ]
-    found = in_portions(executor.kernels).backward_both(*runs)
+    found = as_gpu(executor.kernels).backward_both(*runs)
     of_each = [(given, h, own, needed) for (given, h, *_, needed), own in zip(each, found, strict=True)]
     if executor.small is not None:
         return executor.small.gradients(executor.rounds, *of_each)

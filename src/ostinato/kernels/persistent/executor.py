@@ -10,7 +10,7 @@ from ostinato.kernels.matmul.gemm import linear, linear_into
 from ostinato.kernels.matmul.precision import layers_round
 from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.arguments import Arguments, Layer
-from ostinato.kernels.persistent.backends import in_portions, is_captured, kernels_on, plan_layer
+from ostinato.kernels.persistent.backends import as_gpu, is_captured, kernels_on, plan_layer
 from ostinato.kernels.persistent.interface import Kernels, Results, SmallProducts
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
@@ -45,7 +45,7 @@ class Executor(NamedTuple):
             else:
                 projected = [self.project(*product) for product in products]
             runs = [(given.layer, x, self.plan, given.training) for given, x in zip(each, projected, strict=True)]
-            found = in_portions(self.kernels).forward_both(*runs)
+            found = as_gpu(self.kernels).forward_both(*runs)
         return [*map(_results, each, projected, found)]
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor | None = None) -> Tensor:

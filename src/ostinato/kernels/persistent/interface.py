@@ -130,7 +130,7 @@ class Kernels(Protocol):
 class KernelsOfGPU(Kernels, Protocol):
     """What only a GPU has: several layers at the same time.
 
-    Stacked layers run in a wavefront, each on another portion of the steps; both directions of one in a single launch.
+    Stacked layers run in a wavefront, each on another chunk of the steps; both directions of one in a single launch.
     """
 
     def layers_at_once(
@@ -138,8 +138,8 @@ class KernelsOfGPU(Kernels, Protocol):
     ) -> int:
         """How many of so many layers run at the same time; ``call`` is that of one alone."""
 
-    def portions(self, call: Call, plan: Plan, /) -> int:
-        """In how many portions of the steps."""
+    def chunks(self, call: Call, plan: Plan, /) -> int:
+        """In how many chunks of the steps."""
 
     def forward(
         self, layer: Layer, projected: Tensor, plan: Plan, keep: bool, into: tuple[Tensor, Tensor] | None = None, /

@@ -1,8 +1,8 @@
-"""Stacked recurrent layers in a wavefront on a GPU: each is a portion of the steps behind the one below it.
+"""Stacked recurrent layers in a wavefront on a GPU: each is a chunk of the steps behind the one below it.
 
 So they run at the same time (Appleyard et al. 2016, "Optimizing Performance of Recurrent Neural Networks on GPUs",
-arXiv 1604.01946).  Portions are slices of the rows of whole tensors.  What has no order in time, the gradients of the
-weights, is computed of whole tensors after the wave.
+arXiv 1604.01946).  Chunks are slices of the rows of whole tensors.  What has no order in time, the gradients of the
+weights, is computed of whole tensors afterwards.
 """
 
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels.cuda.streams import in_waves
+from ostinato.kernels.cuda.streams import in_wavefront
 from ostinato.kernels.matmul.gemm import gradient_of_input
 from ostinato.kernels.operators.dispatch import or_empty
 from ostinato.kernels.persistent.arguments import INPUTS, NOTHING, Arguments, Layer, Saved
-from ostinato.kernels.persistent.backends import in_portions, is_captured
+from ostinato.kernels.persistent.backends import as_gpu, is_captured
 from ostinato.kernels.persistent.backward import gradients, of_input, saved_by
 from ostinato.kernels.persistent.executor import Executor, call_of, executor_of
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.persistent.results import empty_results
 
-UNIT = 8  # steps, at multiples of which portions begin, so that their rows are aligned in 16 bits, too
+UNIT = 8  # steps, at multiples of which chunks begin, so that their rows are aligned in 16 bits, too
 
 
 class Wavefront(NamedTuple):
     """Who computes stacked layers; called with the arguments of each, it does so."""
 
     executors: tuple[Executor, ...]
-    portions: int
+    chunks: int
 
     def __call__(self, *calls: tuple) -> list[tuple]:
         layers, device = layers_of(calls), calls[0][0].device
@@ -43,20 +43,18 @@ class Wavefront(NamedTuple):
         ]
         states: list[Any] = [(layer.h0, layer.c0) for layer in layers]
 
-        def run(i: int, portion: int) -> Sequence[Tensor | None]:
-            executor, layer, kept = self.executors[i], layers[i], gates[i][portion]
-            x = times(outputs[i - 1][portion], factors[i][portion]) if i else inputs[portion]
+        def run(i: int, chunk: int) -> Sequence[Tensor | None]:
+            executor, layer, kept = self.executors[i], layers[i], gates[i][chunk]
+            x = times(outputs[i - 1][chunk], factors[i][chunk]) if i else inputs[chunk]
             projected = executor.project(x, layer.weight_ih, layer.bias_ih, kept if kept.numel() else None)
             h0, c0 = states[i]
-            own = given[i]._replace(h0=h0, c0=c0, sequences=sequences[i][portion])
-            into = outputs[i][portion], cs[i][portion]
-            _, *states[i], _ = in_portions(executor.kernels).forward(
-                own, projected, executor.plan, layer.training, into
-            )
+            own = given[i]._replace(h0=h0, c0=c0, sequences=sequences[i][chunk])
+            into = outputs[i][chunk], cs[i][chunk]
+            _, *states[i], _ = as_gpu(executor.kernels).forward(own, projected, executor.plan, layer.training, into)
             return states[i]
 
         with without_autocast(device.type):  # the tensors are converted already
-            in_waves(device, len(layers), self.portions, run)
+            in_wavefront(device, len(layers), self.chunks, run)
         for result, (h_n, c_n) in zip(results, states, strict=True):
             result[1:3] = h_n, or_empty(c_n, h_n)
         return [tuple(result) for result in results]
@@ -67,7 +65,7 @@ class Wavefront(NamedTuple):
         layers, device = layers_of(calls, [h for h, *_ in kept]), calls[0][0].device
         sizes, passed = self._sizes(layers[0]), layers_passed(grads, needed)
         saved = [_parts(saved_by(*each), sizes) for each in zip(self.executors, layers, kept, strict=True)]
-        found = [_empty_gradients(layer, self.portions) for layer in layers]
+        found = [_empty_gradients(layer, self.chunks) for layer in layers]
         of_gates = [grads.split(sizes) for grads, _ in found]
         of_outputs = [[*_split(of_output, sizes)] for of_output, *_ in grads]
         factors = [_split(call[0], sizes) for call in calls]
@@ -76,25 +74,25 @@ class Wavefront(NamedTuple):
         states: list[Any] = [of_states for _, *of_states in grads]
 
         def run(depth: int, link: int) -> Sequence[Tensor | None]:
-            i, portion = len(layers) - 1 - depth, self.portions - 1 - link
+            i, chunk = len(layers) - 1 - depth, self.chunks - 1 - link
             if i not in passed:
                 return ()
             (kernels, plan, rounds, _), layer = self.executors[i], layers[i]
-            own = given[i]._replace(sequences=sequences[i][portion])
-            if portion:
-                own = _continued(own, saved[i][portion - 1])
-            upstream = of_outputs[i][portion], *states[i]
-            into = of_gates[i][portion], found[i][1][portion]
-            _, *states[i], _ = in_portions(kernels).backward(own, saved[i][portion], upstream, plan, into)
+            own = given[i]._replace(sequences=sequences[i][chunk])
+            if chunk:
+                own = _continued(own, saved[i][chunk - 1])
+            upstream = of_outputs[i][chunk], *states[i]
+            into = of_gates[i][chunk], found[i][1][chunk]
+            _, *states[i], _ = as_gpu(kernels).backward(own, saved[i][chunk], upstream, plan, into)
             if i == passed[0]:
                 return states[i]
             of_x = gradient_of_input(of_input(into[0], layer.cell), layer.weight_ih, rounds)
-            of_outputs[i - 1][portion] = sum_of(of_outputs[i - 1][portion], times(of_x, factors[i][portion]))
-            return of_outputs[i - 1][portion], *states[i]
+            of_outputs[i - 1][chunk] = sum_of(of_outputs[i - 1][chunk], times(of_x, factors[i][chunk]))
+            return of_outputs[i - 1][chunk], *states[i]
 
         results: list[tuple] = [(None,) * INPUTS] * len(layers)
         with without_autocast(device.type):
-            in_waves(device, len(layers), self.portions, run)
+            in_wavefront(device, len(layers), self.chunks, run)
             for i in passed:
                 (of_all_gates, totals), (h, *_) = found[i], kept[i]
                 of_layer = of_all_gates, *states[i], totals.flatten(0, 1)
@@ -102,10 +100,10 @@ class Wavefront(NamedTuple):
         return results
 
     def _sizes(self, layer: Arguments) -> list[int]:
-        """How many rows each portion has."""
+        """How many rows each chunk has."""
         rows, unit = len(layer.x), UNIT * layer.batch
         units = -(-rows // unit)
-        bounds = [min(units * i // self.portions * unit, rows) for i in range(self.portions + 1)]
+        bounds = [min(units * i // self.chunks * unit, rows) for i in range(self.chunks + 1)]
         return [end - begin for begin, end in pairwise(bounds)]
 
 
@@ -123,22 +121,22 @@ def _split(x: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
 
 
 def _parts(saved: Saved, sizes: list[int]) -> list[Saved]:
-    """What was saved, cut into what each portion needs."""
+    """What was saved, cut into what each chunk needs."""
     return [Saved(*parts) for parts in zip(*(_split(x, sizes) for x in saved), strict=True)]
 
 
 def _continued(layer: Layer, before: Saved) -> Layer:
-    """The layer from the last states of another portion on, as the forward passed them on."""
+    """The layer from the last states of another chunk on, as the forward passed them on."""
     last = slice(-layer.sequences.batch, None)
     return layer._replace(h0=before.h[last], c0=None if before.c is None else before.c[last].to(before.h.dtype))
 
 
-def _empty_gradients(layer: Arguments, portions: int) -> tuple[Tensor, Tensor]:
-    """What the kernels' backward writes: the gradients of gates, and their totals of each portion."""
+def _empty_gradients(layer: Arguments, chunks: int) -> tuple[Tensor, Tensor]:
+    """What the kernels' backward writes: the gradients of gates, and their totals of each chunk."""
     width = layer.weight_hh.shape[1] * (1 if GATES[layer.cell] == 1 else 4)
     of_gates = layer.x.new_empty(len(layer.x), width)
     wide = torch.promote_types(of_gates.dtype, torch.float32)
-    return of_gates, of_gates.new_empty(portions, layer.batch, width, dtype=wide)
+    return of_gates, of_gates.new_empty(chunks, layer.batch, width, dtype=wide)
 
 
 def layers_passed(grads: Sequence[Sequence[Tensor | None]], needed: Sequence[int]) -> range:
@@ -161,4 +159,4 @@ def wavefront_of(*calls: tuple) -> Wavefront:
     executors = tuple(executor_of(*layer) for layer in layers)
     kernels, plan, *_ = executors[0]
     call = call_of(layers[0])._replace(captured=is_captured(layers[0].x.device))
-    return Wavefront(executors, in_portions(kernels).portions(call, plan))
+    return Wavefront(executors, as_gpu(kernels).chunks(call, plan))

@@ -40,7 +40,7 @@ from ostinato.kernels.persistent.cuda.passes import (
 )
 from ostinato.kernels.persistent.cuda.plan import least_steps, make_plan
 from ostinato.kernels.persistent.cuda.step import StepOfLayers, step_of
-from ostinato.kernels.persistent.cuda.wavefront import layers_at_once, portions
+from ostinato.kernels.persistent.cuda.wavefront import chunks, layers_at_once
 from ostinato.kernels.persistent.defaults import most_single_steps
 from ostinato.kernels.persistent.plan import keeps_gates
 
@@ -59,5 +59,5 @@ __all__ = [
     "step_of",
     "StepOfLayers",
     "layers_at_once",
-    "portions",
+    "chunks",
 ]
