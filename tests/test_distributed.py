@@ -400,7 +400,7 @@ def decaying(x, decay):
 def error_by_name():
     x, decay, lengths = random(2, 9, 3), random(3, seed=1), (4, 5)
     expected = decaying(x, decay)
-    found = ostinato.distributed.run(decaying, decay=decay, x=cut(x, lengths), group=distributed.group.WORLD)
+    found = ostinato.distributed.run_recurrence(decaying, decay=decay, x=cut(x, lengths), group=distributed.group.WORLD)
     return largest_error([(found[0], cut(expected[0], lengths)), (found[1], expected[1])])
 
 
@@ -417,7 +417,7 @@ def refusals():
     calls = {
         "mesh": lambda: ostinato.distributed.linear_scan(x, x, group=mesh),
         "no module": lambda: ostinato.distributed.sequence_parallel([layer], world),
-        "no recurrence": lambda: ostinato.distributed.run(torch.add, x, group=world),
+        "no recurrence": lambda: ostinato.distributed.run_recurrence(torch.add, x, group=world),
         "step": lambda: layer.step(x[:, 0]),
         "stepper": lambda: ostinato.Stepper(torch.nn.Sequential(layer), 1)(x[:, 0]),
         "model's step": lambda: model.step(torch.zeros(1, dtype=torch.int64), model.initial_state(1)),
@@ -425,11 +425,13 @@ def refusals():
         "group": lambda: ostinato.distributed.linear_scan(x, x, group=None),
         "RNN": lambda: ostinato.distributed.sequence_parallel(LanguageModel(2, width=4, cell="lstm"), world),
         "packed": lambda: layer(torch.nn.utils.rnn.pack_sequence([x[0]])),
-        "complex argument": lambda: ostinato.distributed.run(decaying, x.cfloat(), x[0, 0], group=world),
-        "complex state": lambda: ostinato.distributed.run(decaying, x, x[0, 0], h0=x[:, 0].cfloat(), group=world),
-        "no tensor": lambda: ostinato.distributed.run(decaying, x, 1, group=world),
-        "other arguments": lambda: ostinato.distributed.run(decaying, x, rate=x[0, 0], group=world),
-        "not linear": lambda: ostinato.distributed.run(relu, x, group=world),
+        "complex argument": lambda: ostinato.distributed.run_recurrence(decaying, x.cfloat(), x[0, 0], group=world),
+        "complex state": lambda: ostinato.distributed.run_recurrence(
+            decaying, x, x[0, 0], h0=x[:, 0].cfloat(), group=world
+        ),
+        "no tensor": lambda: ostinato.distributed.run_recurrence(decaying, x, 1, group=world),
+        "other arguments": lambda: ostinato.distributed.run_recurrence(decaying, x, rate=x[0, 0], group=world),
+        "not linear": lambda: ostinato.distributed.run_recurrence(relu, x, group=world),
         "boundaries": lambda: ostinato.distributed.linear_scan(x, x, group=world, cu_seqlens=bounds),
         "shape": lambda: ostinato.distributed.linear_scan(x, x, x[0], group=world),
     }

@@ -115,7 +115,7 @@ class DiagonalLayers(StackedLayers[State]):
 
             if len(arguments) < len(function.names):
                 arguments = function.apart(*arguments)
-            run = functools.partial(distributed.run, function, group=self.sequence_group())
+            run = functools.partial(distributed.run_recurrence, function, group=self.sequence_group())
         if batch_first:
             return run(*arguments, **options, backend=self.backend)
         arguments = tuple(x.transpose(0, 1) if x.dim() == 3 else x for x in arguments)

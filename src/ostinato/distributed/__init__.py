@@ -25,6 +25,6 @@ exchange, and each scans its shard once.  Gradients take the same two ways in th
 """
 
 from ostinato.distributed.layers import sequence_parallel
-from ostinato.distributed.scans import linear_scan, log_linear_scan, run
+from ostinato.distributed.scans import linear_scan, log_linear_scan, run_recurrence
 
-__all__ = ["linear_scan", "log_linear_scan", "run", "sequence_parallel"]
+__all__ = ["linear_scan", "log_linear_scan", "run_recurrence", "sequence_parallel"]

@@ -106,7 +106,7 @@ def log_linear_scan(
     return log_h.to(dtype), log_h_last.to(dtype)
 
 
-def run(
+def run_recurrence(
     recurrence: Recurrence,
     /,
     *arguments: Tensor,
@@ -136,7 +136,7 @@ def run(
         ... def average(x, decay):
         ...     return torch.sigmoid(decay), torch.sigmoid(-decay) * x
         >>> group = torch.distributed.new_group([0, 1])  # doctest: +SKIP
-        >>> h, h_last = ostinato.distributed.run(average, x, decay, group=group)  # doctest: +SKIP
+        >>> h, h_last = ostinato.distributed.run_recurrence(average, x, decay, group=group)  # doctest: +SKIP
     """
     group = group_of(group)
     if not isinstance(recurrence, Recurrence):
