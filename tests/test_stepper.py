@@ -1,4 +1,4 @@
-"""Steps one at a time equal the whole sequence, by layers and by the stepper that keeps their state."""
+"""The stepper keeps the state of a module between its steps, live or frozen."""
 
 import copy
 import dataclasses
@@ -7,7 +7,6 @@ import gc
 import os
 import pickle
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +16,7 @@ import torch
 from torch import nn
 
 import ostinato
-from ostinato.kernels.cpu import threads
-from ostinato.kernels.persistent.cpu import step as cpu_step
 from ostinato.models import LanguageModel
-from ostinato.recurrent.cells import by_cells
-from ostinato.recurrent.weights import weights_of
-from ostinato.replay import Recorder
 
 LAYERS = ("RNN", "GRU", "LSTM", "MinGRU", "MinLSTM")
 F32, F64 = torch.float32, torch.float64
@@ -30,111 +24,6 @@ F32, F64 = torch.float32, torch.float64
 
 def flat(state):
     return list(state) if isinstance(state, tuple) else [state]
-
-
-@pytest.mark.parametrize("batch", [None, 1, 3, 20])
-@pytest.mark.parametrize("name", LAYERS)
-def test_steps_equal_the_whole(name, batch):
-    torch.manual_seed(0)
-    for options in ({}, {"num_layers": 2, "bias": False, "batch_first": True}):
-        layer = getattr(ostinato, name)(5, 37, **options, dtype=F64)
-        shape = (9, 5) if batch is None else (9, batch, 5)
-        x = torch.randn(shape, dtype=F64)
-        whole, last = layer(x.transpose(0, 1) if batch and layer.batch_first else x)
-        whole = whole.transpose(0, 1) if batch and layer.batch_first else whole
-        for grad in (False, True):
-            state = None
-            with torch.set_grad_enabled(grad):
-                for x_t, expected in zip(x, whole, strict=True):
-                    before = None if state is None else [y.clone() for y in flat(state)]
-                    y, new = layer.step(x_t, state)
-                    assert before is None or all(map(torch.equal, before, flat(state)))
-                    state = new
-                    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
-            for ours, right in zip(flat(state), flat(last), strict=True):
-                torch.testing.assert_close(ours, right, rtol=0, atol=1e-12)
-            assert y.requires_grad == grad
-
-
-@pytest.mark.parametrize(("hidden", "inputs", "batch"), [(1, 1, 1), (64, 65, 8), (70, 3, 2), (256, 40, 1)])
-@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
-def test_one_loop_for_a_step(cell, hidden, inputs, batch, monkeypatch):
-    """Against torch in float64; by one thread and by two, which share out the units, with the same bits."""
-    torch.manual_seed(0)
-    layer = getattr(ostinato, cell)(inputs, hidden)
-    exact = getattr(nn, cell)(inputs, hidden).double()
-    exact.load_state_dict(layer.state_dict())
-    x, state = torch.randn(batch, inputs), layer.initial_state(batch)
-    state = tuple(map(torch.randn_like, state)) if cell == "LSTM" else torch.randn_like(state)
-    results = []
-    with torch.no_grad():
-        for parallel in (1 << 40, 0):
-            monkeypatch.setattr(threads, "PARALLEL", parallel)
-            cpu_step._make.cache_clear()
-            y, after = layer._fast_step(x, state, x.dim())
-            results.append([y, *flat(after)])
-        wide = tuple(s.double() for s in state) if cell == "LSTM" else state.double()
-        right, last = exact(x.double()[None], wide)
-    cpu_step._make.cache_clear()
-    for one, two, expected in zip(*results, [right[0], *flat(last)], strict=True):
-        assert torch.equal(one, two)
-        torch.testing.assert_close(one.double(), expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("block", [(8, 4), (16, 1), (1, 1)])
-@pytest.mark.parametrize(("inputs", "hidden", "batch"), [(40, 40, 1), (36, 48, 3), (5, 37, 1)])
-def test_pruned_inputs_are_not_looked_at(block, inputs, hidden, batch):
-    torch.manual_seed(0)
-    layer = ostinato.GRU(inputs, hidden, 2).double()
-    ostinato.prune(layer, 0.2, block=block, input_weights=True, keep_diagonal=True)
-    exact = nn.GRU(inputs, hidden, 2).double()
-    exact.load_state_dict({k: v for k, v in layer.state_dict().items() if "mask" not in k})
-    x = torch.randn(6, batch, inputs, dtype=F64)
-    with torch.no_grad():
-        for name, mask in list(layer.named_buffers()):
-            layer.get_parameter(name.replace("mask", "weight"))[~mask] = torch.nan
-        state, (whole, last) = None, exact(x)
-        for x_t, expected in zip(x, whole, strict=True):
-            assert layer._fast_step(x_t, state, x_t.dim()) is not None
-            y, state = layer.step(x_t, state)
-            torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
-        torch.testing.assert_close(state, last, rtol=0, atol=1e-12)
-        for name, mask in list(layer.named_buffers()):
-            layer.get_parameter(name.replace("mask", "weight"))[~mask] = 0
-        x[0, 0, 1] = torch.inf  # zero times infinity is NaN
-        torch.testing.assert_close(layer.step(x[0])[0], exact(x[:1])[0][0], equal_nan=True, rtol=0, atol=1e-12)
-
-
-def test_weights_that_are_changed_in_any_way_are_seen():
-    torch.manual_seed(0)
-    layer, x = ostinato.GRU(8, 8), torch.randn(2, 8)
-    with torch.no_grad():
-        layer.step(x)
-        weight = layer.weight_hh_l0
-        for change in (
-            lambda: weight.mul_(-1),
-            lambda: setattr(weight, "data", torch.randn(24, 8)),
-            lambda: setattr(weight, "data", weight.data.view(8, 24).t()),
-            lambda: setattr(layer, "weight_hh_l0", nn.Parameter(torch.randn(24, 8))),
-        ):
-            change()
-            exact = nn.GRU(8, 8)
-            exact.load_state_dict(layer.state_dict())
-            torch.testing.assert_close(layer.step(x, x[None])[0], exact(x[None], x[None])[0][0], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
-def test_steps_by_cells(cell):
-    """What GPUs do."""
-    torch.manual_seed(0)
-    layer = ostinato.prune(getattr(ostinato, cell)(5, 16, 2), 0.5).double()
-    x, state = torch.randn(3, 5, dtype=F64), [torch.randn(2, 3, 16, dtype=F64) for _ in range(1 + (cell == "LSTM"))]
-    with torch.no_grad():
-        y, new = by_cells(layer.mode, 2, (3, 16), (2, 3, 16))(x, state, weights_of(layer))
-    ours = y, tuple(new)
-    right = layer.step(x, tuple(state) if cell == "LSTM" else state[0])
-    for one, other in zip([*flat(ours[1]), ours[0]], [*flat(right[1]), right[0]], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def modules():
@@ -344,115 +233,6 @@ def test_a_step_that_returns_no_pair_is_named(result, got):
     for frozen in (False, True):
         with pytest.raises(TypeError, match=rf"Linear.step must return its output and the next state; got {got}"):
             ostinato.Stepper(module, 2, frozen=frozen)(torch.randn(2, 3))
-
-
-class Network(nn.Module):
-    """Much that a step may do: views, parts, changes in place, and states that move to another's place or come out."""
-
-    def __init__(self, decide=lambda y, last: last):
-        super().__init__()
-        self.linear, self.gru, self.torchs, self.decide = nn.Linear(6, 8), ostinato.GRU(8, 8), nn.GRU(8, 8, 2), decide
-
-    def initial_state(self, batch_size):
-        shapes = (batch_size, 3), (batch_size, 3), (1, batch_size, 8), (2, batch_size, 8)
-        return [self.linear.weight.new_zeros(shape) for shape in shapes]
-
-    def step(self, x, state):
-        last, before, h, h2 = state
-        y, h = self.gru.step(torch.relu_(self.linear(torch.cat([last, before], 1))), h)
-        z, h2 = self.torchs(y[None], h2)
-        first, second = (z[0] + torch.full_like(y, 0.5)).chunk(2, 1)
-        y = nn.functional.layer_norm(first, (4,)).mul(second.softmax(1)).clamp_(-1, 1)
-        return self.decide(y, last), [x + y[:, :3], last, h, h2]
-
-
-def stepped(network, x):
-    """Its outputs and last state, without a stepper."""
-    state, outputs = network.initial_state(x.shape[1]), []
-    with torch.no_grad():
-        for x_t in x:
-            y, state = network.step(x_t, state)
-            outputs.append(y)
-    return torch.stack(outputs), state
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_step_is_recorded_and_repeated(device):
-    torch.manual_seed(0)
-    network, x = Network().to(device), torch.randn(7, 2, 3, device=device)
-    stepper, (expected, last) = ostinato.Stepper(network, 2, frozen=True), stepped(network, x)
-    outputs = [stepper(x_t) for x_t in x]
-    assert stepper._replay is not None
-    for ours, right in zip((torch.stack(outputs), *stepper.state), (expected, *last), strict=True):
-        # On a GPU cuDNN takes products in tf32, by other kernels for weights that were copied.
-        torch.testing.assert_close(ours, right, rtol=0, atol=0 if device == "cpu" else 1e-3)
-    with pytest.raises(ValueError, match=r"first step, \(2, 3\) of torch.float32; got \(2, 1\) of torch.float32"):
-        stepper(x[0, :, :1])
-    with pytest.raises(TypeError, match=r"first step, \(2, 3\) of torch.float32; got \(2, 3\) of torch.float64"):
-        stepper(x[0].double())
-    with pytest.raises(TypeError, match="x must be a tensor; got list"):
-        stepper(x[0].tolist())
-
-
-class Counter(nn.Module):
-    """Changes its buffers in place, one of them as an operation's ``out``."""
-
-    def __init__(self):
-        super().__init__()
-        self.gru = ostinato.GRU(3, 8)
-        self.initial_state = self.gru.initial_state
-        self.register_buffer("steps", torch.zeros(()))
-        self.register_buffer("last", torch.zeros(2, 8))
-
-    def step(self, x, state):
-        y, state = self.gru.step(x, state)
-        self.steps += 1
-        before = self.last.clone()
-        torch.add(y, self.steps, out=self.last)
-        return self.last - before, state
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_buffers_change_once_a_step(device):
-    torch.manual_seed(0)
-    module, x = Counter().to(device), torch.randn(5, 2, 3, device=device)
-    stepper, expected = ostinato.Stepper(module, 2, frozen=True), stepped(module, x)[0]
-    outputs = [stepper(x_t) for x_t in x]
-    assert stepper._replay is not None
-    torch.testing.assert_close(torch.stack(outputs), expected, rtol=0, atol=1e-6 if device == "cpu" else 1e-3)
-
-
-def test_other_threads_step_while_one_is_recorded():
-    torch.manual_seed(0)
-    layer, x = ostinato.GRU(3, 4), torch.randn(1, 3)
-    with torch.no_grad(), ThreadPoolExecutor(1) as other:
-        expected = layer.step(x)[0]
-        with Recorder() as recorder:
-            theirs = other.submit(torch.no_grad()(layer.step), x).result()[0]
-            assert not recorder._calls
-            ours = layer.step(x)[0]
-            assert len(recorder._calls) == 1
-        torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-6)
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "decide",
-    [
-        lambda y, _: -y if y.sum() > 0 else y,
-        lambda y, _: y[y > 0].sum()[None],
-        lambda y, _: y * y.abs().max().item(),
-        lambda y, _: y * max(map(max, y.tolist())),
-        lambda y, _: y * float(np.asarray(y).max()),
-    ],
-)
-def test_a_step_that_looks_at_values_is_not_recorded(decide):
-    torch.manual_seed(0)
-    network, x = Network(decide), torch.randn(7, 2, 3)
-    stepper, (expected, _) = ostinato.Stepper(network, 2, frozen=True), stepped(network, x)
-    for x_t, right in zip(x, expected, strict=True):
-        assert torch.equal(stepper(x_t), right)
-    assert stepper._replay is None
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
