@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from ostinato.kernels.cpu.compiler import compiled_loop, inline
 from ostinato.kernels.cpu.elementary import sigmoids
-from ostinato.kernels.cpu.loops import compiled_loop, inline, structure_at
+from ostinato.kernels.cpu.intrinsics import structure_at
 
 _WORK = np.dtype([("x", np.float64), ("y", np.float64)])
 

@@ -17,7 +17,7 @@ from torch import distributed
 
 import small_loop
 from ostinato.kernels import cache
-from ostinato.kernels.cpu import loops
+from ostinato.kernels.cpu import compiler
 from ostinato.kernels.persistent.cpu import step_loop
 from ostinato.kernels.recurrence.arguments import LayerArguments
 from ostinato.kernels.recurrence.linear import cpu, cpu_loops
@@ -25,7 +25,7 @@ from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.minimal.recurrences import recurrence_of
 from small_loop import result
 
-SOURCE, TESTS = pathlib.Path(loops.__file__).parents[3], pathlib.Path(small_loop.__file__).parent
+SOURCE, TESTS = pathlib.Path(compiler.__file__).parents[3], pathlib.Path(small_loop.__file__).parent
 STEPS = {"positive": 1.75, "linear": 1.5, "tanh": 0.5 * np.tanh(3.0)}  # of the layer below: sigmoid(0) * candidate(3)
 
 
@@ -47,8 +47,8 @@ def with_cache(folder, function, *arguments):
         return cfunc(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        cfunc = loops.cfunc
-        patch.setattr(loops, "cfunc", counted)
+        cfunc = compiler.cfunc
+        patch.setattr(compiler, "cfunc", counted)
         patch.setenv("OSTINATO_CACHE_DIR", str(folder.parent))
         return function(*arguments), count
 
@@ -105,7 +105,7 @@ def test_each_variant_and_each_revision_has_a_file_of_its_own(folder, tmp_path, 
 def test_loops_that_differ_in_a_function_only_have_files_of_their_own(monkeypatch):
     """Those of a step of RNNs, whose activation is a function of a function."""
     keys, codegen = [], cpu_target.target_context.codegen()
-    monkeypatch.setattr(step_loop, "compiled_loop", lambda loop: keys.append(loops._cache_key(loop, codegen, "")))
+    monkeypatch.setattr(step_loop, "compiled_loop", lambda loop: keys.append(compiler._cache_key(loop, codegen, "")))
     for cell in ("rnn_tanh", "rnn_relu", "rnn_tanh"):
         step_loop.step_loop.__wrapped__(np.float32, cell, "dense", 1, "dense", 1, False)
     assert keys[0] == keys[2] != keys[1]
@@ -130,7 +130,7 @@ def test_processes_that_need_the_same_loop_compile_it_once(folder, processes):
 def test_what_loops_call_is_compiled_with_them_alone(folder, monkeypatch, work):
     """Optimising it beforehand, and machine code of its own, took a third of the time."""
     assert result(2.0) == 1.0  # and Numba's own libraries are there
-    done, run, halved = [], getattr(*work), loops.inline(lambda x: 0.5 + x)
+    done, run, halved = [], getattr(*work), compiler.inline(lambda x: 0.5 + x)
     monkeypatch.setattr(*work, lambda *args: done.append(args) or run(*args))
     assert result(3.0, halved) == 1.5
     assert len(done) == 1
@@ -169,7 +169,7 @@ def test_a_damaged_file_is_mended(folder):
         file.write_bytes(damaged)
         assert result(2.0) == 1.0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loops, "cfunc", refuse)
+            patch.setattr(compiler, "cfunc", refuse)
             assert result(2.0) == 1.0
 
 
@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_had_costs_a_compilation(monkeypatch):
 
 
 def test_loops_of_sources_that_cannot_be_read_are_not_kept(folder, monkeypatch):
-    monkeypatch.setattr(loops, "_SOURCES", None)
+    monkeypatch.setattr(compiler, "_SOURCES", None)
     assert result(2.0) == 1.0
     assert not folder.exists()
 

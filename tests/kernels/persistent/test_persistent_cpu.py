@@ -8,7 +8,7 @@ import torch
 
 import ostinato
 from ostinato.kernels.cpu import threads as kernel_threads
-from ostinato.kernels.cpu.loops import NUMPY_DTYPES
+from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES
 from ostinato.kernels.persistent import backends, cpu, reference
 from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cpu import passes, products

@@ -16,7 +16,7 @@ from comparisons import TOLERANCE, assert_close, assert_same, strided
 from minimal_layers import layer, layer_backward
 from ostinato.kernels.cpu import memory
 from ostinato.kernels.cpu import threads as kernel_threads
-from ostinato.kernels.cpu.loops import NUMPY_DTYPES
+from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES
 from ostinato.kernels.cpu.transpose import is_transposable, transposed
 from ostinato.kernels.scan import Order, cpu, cpu_loops, cpu_narrow, reference
 from ostinato.minimal.recurrences import RECURRENCES

@@ -1,7 +1,8 @@
 """What kernels on CPUs share:
 
 =================  ==================================================================
-``loops.py``       loops: how Numba compiles them, and how they access memory
+``compiler.py``    how Numba compiles loops
+``intrinsics.py``  what these are written with: arguments, tasks, accesses to memory
 ``elementary.py``  their elementary functions
 ``transpose.py``   copies of tensors whose steps, not channels, are contiguous
 ``threads.py``     the threads that run them

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from ostinato.kernels.cpu.loops import inline, inline_options
+from ostinato.kernels.cpu.compiler import inline, inline_options
 
 
 def or_in_float64(double: Callable) -> Callable[[Callable], Any]:

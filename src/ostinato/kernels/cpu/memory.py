@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.kernels.cpu.loops import NUMPY_DTYPES
+from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES
 
 LARGE = 4 << 20  # bytes from which blocks are cached
 BLOCKS, SPARE = 16, 64 << 20  # the most cached blocks, and bytes of them that stay when none fits

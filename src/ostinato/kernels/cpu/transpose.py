@@ -15,16 +15,8 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from ostinato.kernels.cpu.loops import (
-    LINE,
-    NUMPY_DTYPES,
-    compiled_loop,
-    integers,
-    offset,
-    pointer_to,
-    structure_at,
-    take_task,
-)
+from ostinato.kernels.cpu.compiler import compiled_loop
+from ostinato.kernels.cpu.intrinsics import LINE, NUMPY_DTYPES, integers, offset, pointer_to, structure_at, take_task
 from ostinato.kernels.cpu.memory import empty_like
 from ostinato.kernels.cpu.threads import run_loop, threads_for
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.cpu.loops import LINE, NUMPY_DTYPES
+from ostinato.kernels.cpu.intrinsics import LINE, NUMPY_DTYPES
 from ostinato.kernels.cpu.memory import empty_like
 from ostinato.kernels.cpu.threads import run_loop, threads_for
 from ostinato.kernels.cpu.transpose import is_transposable, transposed

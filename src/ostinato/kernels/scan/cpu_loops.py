@@ -20,17 +20,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ostinato.kernels.cpu.compiler import compiled_loop, inline
 from ostinato.kernels.cpu.elementary import cast, exp, log1p, multiply_add, sigmoids
-from ostinato.kernels.cpu.loops import (
-    LINE,
-    compiled_loop,
-    inline,
-    integers,
-    pointer_to,
-    restricted,
-    structure_at,
-    take_task,
-)
+from ostinato.kernels.cpu.intrinsics import LINE, integers, pointer_to, restricted, structure_at, take_task
 
 
 class ScanWork(ctypes.Structure):

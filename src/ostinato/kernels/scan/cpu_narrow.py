@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.kernels.cpu.loops import compiled_loop, pointer_to, structure_at, take_task
+from ostinato.kernels.cpu.compiler import compiled_loop
+from ostinato.kernels.cpu.intrinsics import pointer_to, structure_at, take_task
 from ostinato.kernels.scan.cpu_loops import SCAN_WORK, linear, linear_gradients, load, store
 
 TURN = 32  # steps

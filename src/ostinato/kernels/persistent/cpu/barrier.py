@@ -17,7 +17,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ostinato.kernels.cpu.loops import LINE, inline, offset
+from ostinato.kernels.cpu.compiler import inline
+from ostinato.kernels.cpu.intrinsics import LINE, offset
 
 COUNTERS = LINE // 8  # in a line
 _NEXT_STEP, _ARRIVED = 0, 1

@@ -4,8 +4,9 @@
 They are functions apart: of one for all, Numba would compile every branch, and how strings are compared.
 """
 
+from ostinato.kernels.cpu.compiler import inline
 from ostinato.kernels.cpu.elementary import cast, multiply_add, sigmoids, tanh_slope
-from ostinato.kernels.cpu.loops import inline, restricted
+from ostinato.kernels.cpu.intrinsics import restricted
 
 load, store = restricted(
     *("p0", "p1", "p2", "p3", "s0", "s1", "s2", "s3", "h", "c", "out", "kept"),

@@ -19,16 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.kernels.cpu.loops import (
-    compiled_loop,
-    inline,
-    integers,
-    offset,
-    pointer_to,
-    prefetch,
-    structure_at,
-    take_task,
-)
+from ostinato.kernels.cpu.compiler import compiled_loop, inline
+from ostinato.kernels.cpu.intrinsics import integers, offset, pointer_to, prefetch, structure_at, take_task
 from ostinato.kernels.persistent.cpu.barrier import COUNTERS, arrive, claim_part, finish_part
 from ostinato.kernels.persistent.cpu.cells import BACKWARD_UNIT, FORWARD_UNIT, load, store
 from ostinato.kernels.persistent.cpu.products import are_finite, panel_rows, panels_adder

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.cpu.loops import LINE, NUMPY_DTYPES
+from ostinato.kernels.cpu.intrinsics import LINE, NUMPY_DTYPES
 from ostinato.kernels.cpu.threads import run_loop, threads_for
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent.arguments import Layer, Saved

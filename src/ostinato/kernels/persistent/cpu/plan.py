@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ostinato.kernels.cpu.loops import NUMPY_DTYPES
+from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES
 from ostinato.kernels.persistent.cpu.products import FEATURES
 from ostinato.kernels.persistent.cpu.step_matrices import MOST_SEQUENCES, most_sequences
 from ostinato.kernels.persistent.plan import GATES, Call, KernelPath, Plan, no_kernel

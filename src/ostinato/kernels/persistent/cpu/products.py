@@ -14,7 +14,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ostinato.kernels.cpu.loops import LINE, inline, offset, shared
+from ostinato.kernels.cpu.compiler import inline, shared
+from ostinato.kernels.cpu.intrinsics import LINE, offset
 
 TILES = (1, 2, 3, 4, 5, 6, 8)  # sequences whose sums are computed together
 FEATURES = binding.get_host_cpu_features()

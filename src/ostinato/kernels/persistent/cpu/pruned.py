@@ -9,8 +9,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ostinato.kernels.cpu.compiler import inline
 from ostinato.kernels.cpu.elementary import cast, multiply_add
-from ostinato.kernels.cpu.loops import inline, offset, restricted
+from ostinato.kernels.cpu.intrinsics import offset, restricted
 from ostinato.kernels.persistent.cpu.products import INT32, INT64, Vectors
 
 BLOCK_WIDTH = 4  # columns of blocks whose rows are read as vectors

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.cpu.loops import NUMPY_DTYPES
+from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES
 from ostinato.kernels.cpu.threads import run_loop, threads_for
 from ostinato.kernels.persistent.cpu.entries import SLICE
 from ostinato.kernels.persistent.cpu.products import ROWS

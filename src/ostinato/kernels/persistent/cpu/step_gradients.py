@@ -14,15 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.kernels.cpu.loops import (
-    NUMPY_DTYPES,
-    compiled_loop,
-    integers,
-    offset,
-    pointer_to,
-    structure_at,
-    take_task,
-)
+from ostinato.kernels.cpu.compiler import compiled_loop
+from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES, integers, offset, pointer_to, structure_at, take_task
 from ostinato.kernels.cpu.threads import run_loop
 from ostinato.kernels.persistent.cpu.cells import BACKWARD_UNIT
 from ostinato.kernels.persistent.cpu.products import combiner

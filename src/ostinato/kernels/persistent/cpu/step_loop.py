@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.kernels.cpu.loops import compiled_loop, inline, integers, offset, pointer_to, structure_at, take_task
+from ostinato.kernels.cpu.compiler import compiled_loop, inline
+from ostinato.kernels.cpu.intrinsics import integers, offset, pointer_to, structure_at, take_task
 from ostinato.kernels.persistent.cpu.cells import FORWARD_UNIT
 from ostinato.kernels.persistent.cpu.products import are_finite, multiply_rows
 from ostinato.kernels.persistent.cpu.pruned import entries_adder

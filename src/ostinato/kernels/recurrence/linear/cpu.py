@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.cpu.loops import NUMPY_DTYPES
+from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES
 from ostinato.kernels.cpu.memory import empty, empty_like
 from ostinato.kernels.cpu.threads import run_loop, threads_for
 from ostinato.kernels.recurrence.arguments import LayerArguments, by_kind, first_sequence

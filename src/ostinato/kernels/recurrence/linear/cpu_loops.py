@@ -14,16 +14,8 @@ from typing import Any
 import numpy as np
 
 from ostinato.kernels.cpu import elementary
-from ostinato.kernels.cpu.loops import (
-    compiled_loop,
-    inline,
-    integers,
-    pointer_to,
-    prefetch,
-    restricted,
-    structure_at,
-    take_task,
-)
+from ostinato.kernels.cpu.compiler import compiled_loop, inline
+from ostinato.kernels.cpu.intrinsics import integers, pointer_to, prefetch, restricted, structure_at, take_task
 from ostinato.kernels.recurrence.linear.cpu_step import print_step
 from ostinato.kernels.recurrence.linear.steps import steps_of
 from ostinato.kernels.recurrence.symbolic.trace import Trace

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.cpu import elementary
-from ostinato.kernels.cpu.loops import (
-    NUMPY_DTYPES,
-    compiled_loop,
-    integers,
-    pointer_to,
-    restricted,
-    structure_at,
-    take_task,
-)
+from ostinato.kernels.cpu.compiler import compiled_loop
+from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES, integers, pointer_to, restricted, structure_at, take_task
 from ostinato.kernels.cpu.memory import empty
 from ostinato.kernels.cpu.threads import run_loop, threads_for
 from ostinato.kernels.recurrence.arguments import Call

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""CPU loops: how Numba compiles them, their cache on disk, and how they access memory.
+"""How Numba compiles CPU loops, and the functions that these contain; the cache of loops on disk.
 
 A loop is a C function of one address, that of a structure of addresses, sizes and strides, so that any thread can run
-it without the GIL at the cost of a function call.  The work is divided into independent tasks; every thread that
-enters takes tasks from a shared counter until none is left.
+it without the GIL at the cost of a function call.
 """
 
 import ctypes
@@ -18,24 +17,14 @@ from typing import Any
 
 import llvmlite
 import numba
-import numpy as np
-import torch
-from llvmlite import ir
-from numba import cfunc, types
+from numba import cfunc
 from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
 from numba.core.compiler import Compiler
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic, register_jitable
+from numba.extending import register_jitable
 
 from ostinato.kernels import cache
-
-LINE = 64  # bytes of a cache line
-NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
-
-
-def integers(*names: str) -> list[tuple[str, type]]:
-    return [(name, ctypes.c_int64) for name in names]
 
 
 class Loop:
@@ -160,102 +149,3 @@ inline_options = {
 }
 inline = register_jitable(**inline_options)
 shared = register_jitable(**inline_options | {"forceinline": False})  # large: one function for all its calls in a loop
-
-
-@intrinsic
-def structure_at(typing_context, address, dtype):
-    """The structure at an address, as a record of a dtype."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
-
-    return dtype.dtype(types.voidptr, dtype), generate
-
-
-@intrinsic
-def pointer_to(typing_context, address, dtype):
-    """The address as a pointer to elements of a dtype."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(dtype.dtype)(types.int64, dtype), generate
-
-
-@intrinsic
-def take_task(typing_context, work):
-    """Atomic fetch-and-add of 1 on the structure's first field."""
-
-    def generate(context, builder, signature, arguments):
-        int64 = ir.IntType(64)
-        counter = builder.bitcast(arguments[0], int64.as_pointer())
-        return builder.atomic_rmw("add", counter, int64(1), "monotonic")
-
-    return types.int64(types.voidptr), generate
-
-
-@intrinsic
-def offset(typing_context, pointer, index):
-    """The address of an element."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.gep(arguments[0], [arguments[1]])
-
-    return pointer(pointer, types.int64), generate
-
-
-def restricted(*names: str) -> tuple[Any, Any]:
-    """``load(pointer, index, name)`` and ``store(pointer, index, value, name)`` of a family of loops.
-
-    Each array of a loop is what C calls restricted: none that is written overlaps with another.  Saying so, as metadata
-    of every access, lets LLVM vectorise loops over more arrays than it is willing to compare with each other at run
-    time.
-    """
-
-    def mark(builder: Any, instruction: Any, array: str) -> None:
-        metadata = builder.module.add_metadata
-        domain = metadata(["ostinato"])
-        scopes = {name: metadata([name, domain]) for name in names}
-        instruction.set_metadata("alias.scope", metadata([scopes[array]]))
-        instruction.set_metadata("noalias", metadata([scope for name, scope in scopes.items() if name != array]))
-
-    @intrinsic(prefer_literal=True)
-    def load(typing_context, pointer, index, array):
-        def generate(context, builder, signature, arguments):
-            value = builder.load(builder.gep(arguments[0], [arguments[1]], inbounds=True))
-            mark(builder, value, array.literal_value)
-            return value
-
-        return pointer.dtype(pointer, types.int64, array), generate
-
-    @intrinsic(prefer_literal=True)
-    def store(typing_context, pointer, index, value, array):
-        def generate(context, builder, signature, arguments):
-            target = builder.gep(arguments[0], [arguments[1]], inbounds=True)
-            mark(builder, builder.store(arguments[2], target), array.literal_value)
-            return context.get_dummy_value()
-
-        return types.void(pointer, types.int64, pointer.dtype, array), generate
-
-    return load, store
-
-
-@intrinsic
-def _prefetch_line(typing_context, pointer, index):
-    """Ask for the cache line of an element, which need not exist."""
-
-    def generate(context, builder, signature, arguments):
-        int32, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        function = ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], function)
-        target = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
-        builder.call(prefetch, [target, int32(0), int32(3), int32(1)])  # to read, to keep, data
-        return context.get_dummy_value()
-
-    return types.void(pointer, types.int64), generate
-
-
-@inline
-def prefetch(pointer, at, begin, end):
-    for j in range(begin, end, 16):
-        _prefetch_line(pointer, at + j)
