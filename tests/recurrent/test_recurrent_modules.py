@@ -280,6 +280,31 @@ def test_vmap_of_layers_that_torchs_kernels_run(cell, sizes, bidirectional):
 
 @by("reference", "the CPU's")
 @pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_an_ensemble_are_those_of_its_members(cell, compiled, fresh_compiler):
+    """Inside ``vmap`` no tensor tells that a gradient is taken outside of it, by autograd or ``torch.func.grad``."""
+    torch.manual_seed(0)
+    members = [make(cell, 3, 4, 2, dtype=torch.float64) for _ in range(3)]
+    x = torch.randn(12, 2, 3, dtype=torch.float64)
+    weights, _ = torch.func.stack_module_state(members)
+
+    def loss(weights):
+        return torch.vmap(lambda own: functional_call(members[0], own, (x,))[0])(weights).square().sum()
+
+    with torch._dynamo.config.patch(allow_rnn=True):
+        run = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
+        run(weights).backward()
+    detached = {name: weight.detach() for name, weight in weights.items()}
+    functional = torch.func.grad(loss)(detached)
+    for k, member in enumerate(map(twin, members)):
+        member(x)[0].square().sum().backward()
+        for name, expected in member.named_parameters():
+            torch.testing.assert_close(weights[name].grad[k], expected.grad, rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(functional[name][k], expected.grad, rtol=1e-11, atol=1e-12)
+
+
+@by("reference", "the CPU's")
+@pytest.mark.parametrize("cell", CELLS)
 def test_a_gradient_may_be_asked_for_after_its_transform_has_ended(cell):
     """As the function that ``vjp`` returns does, and ``jacrev`` with it; the layer's own weights are others'."""
     torch.manual_seed(0)

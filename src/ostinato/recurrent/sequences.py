@@ -129,7 +129,8 @@ class SequenceLayers(MaskedLayers):
         autocast = autocast_dtype(device)
         computed = autocast or weights[0].dtype
         tensors = [*weights, x, *states]
-        training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        # Whose samples do not tell what is differentiated around it.
+        training = torch.is_grad_enabled() and (is_vmapped() or any(x.requires_grad for x in tensors))
         at_once, is_torchs = 2 if self.bidirectional else 1, False
         if torch.compiler.is_compiling():  # planned at run time, when trained also how many layers run at once
             if training and not (self.bidirectional or packed) and device.type in WAVEFRONT_DEVICES:

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 
 from ostinato.kernels.operators.eager import is_dense
+from ostinato.kernels.operators.export import constant_to_compilers
 from ostinato.kernels.persistent.arguments import INPUTS, NEEDED_BITS, Arguments
 
 _KINDS = torch._C._functorch.TransformType
@@ -60,6 +61,7 @@ def _formulas() -> dict[Any, Callable]:
     return {of: flop_counter.flop_registry[of] for of in (here.recurrent_layer, here.recurrent_layer_backward)}
 
 
+@constant_to_compilers
 def is_vmapped() -> bool:
     """Whether ``torch.vmap`` is among the function transforms: torch's kernels have no rule for it."""
     return _VMAP in _transforms()
