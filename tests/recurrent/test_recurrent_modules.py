@@ -323,6 +323,36 @@ def test_a_gradient_may_be_asked_for_after_its_transform_has_ended(cell):
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [ostinato.RNN, ostinato.GRU, ostinato.LSTM, ostinato.MinGRU, ostinato.ParaLSTM])
+def test_a_symbolic_trace_keeps_a_layer_as_one_node(kind):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleList([kind(6, 8, batch_first=True), kind(8, 8, batch_first=True)])
+
+        def forward(self, x):
+            output, state = self.inner[0](x.relu())
+            return self.inner[1](output[:, 1:], state)
+
+    model, x = Model(), torch.randn(2, 9, 6)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["inner.0", "inner.1"]
+    assert_same(traced(x), model(x), 0)
+
+
+@pytest.mark.parametrize("kind", [ostinato.GRU, ostinato.MinGRU])
+def test_a_symbolic_trace_refuses_what_it_would_run_twice(kind):
+    class Doubled(kind):
+        def forward(self, x):
+            return super().forward(2 * x)
+
+    hooked = kind(6, 8)
+    hooked.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+    for model in (nn.Sequential(Doubled(6, 8)), nn.Sequential(hooked), kind(6, 8)):
+        with pytest.raises(TypeError, match="is_leaf_module"):
+            torch.fx.symbolic_trace(model)
+
+
 def test_parametrized_weights():
     torch.manual_seed(0)
     layer = ostinato.GRU(5, 8, dtype=torch.float64)

@@ -7,7 +7,8 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import SymInt, Tensor, nn
+from torch.fx import Proxy
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -142,6 +143,22 @@ _FORMULAS: dict[Any, Callable] = {
     Tensor.log1p: _log1p,
     torch.hypot: _hypot,
 }
+
+
+def node_of(module: nn.Module, own_forward: Callable, input: Proxy, **options: Any) -> Any:
+    """A call of a layer in the graph that ``torch.fx`` traces, which by itself keeps only ``torch.nn``'s as one node.
+
+    The node calls the layer, so nothing around its own forward can have been traced already.
+    """
+    tracer: Any = input.tracer
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    if module is tracer.root or hooked or type(module).forward is not own_forward:
+        raise TypeError(
+            f"torch.fx cannot trace the inside of {type(module).__name__}, nor hooks or a forward around it: give a "
+            "torch.fx.Tracer an is_leaf_module that is true for it"
+        )
+    given = {name: x for name, x in options.items() if x is not None}
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (input,), given)
 
 
 def constant_to_compilers(function: Callable) -> Callable:
