@@ -147,6 +147,9 @@ def _without_memory(settings: dict[str, Any], tensors: int) -> LanguageModel:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    if path.is_dir():
+        held = ", ".join(sorted(file.name for file in path.glob("*.safetensors")))
+        raise IsADirectoryError(f"{path}: expected a checkpoint; got a folder{held and ' with '}{held}")
     path.open("rb").close()  # for an OSError that names the file
     try:
         with safe_open(path, "pt") as file:
