@@ -63,7 +63,7 @@ def test_no_file():
 def test_not_there(tmp_path):
     with pytest.raises(FileNotFoundError):
         load_checkpoint(tmp_path / "absent.safetensors")
-    with pytest.raises(IsADirectoryError, match="expected a checkpoint; got a folder$"):
+    with pytest.raises(IsADirectoryError, match=r"expected a checkpoint; got a folder$"):
         load_checkpoint(tmp_path)
     for name in ("last.safetensors", "best.safetensors", "log.txt"):
         (tmp_path / name).touch()

@@ -1,5 +1,6 @@
 """Recurrences made of functions, against loops written out here over single sequences and steps."""
 
+import copy
 import functools
 import inspect
 import itertools
@@ -411,6 +412,69 @@ def test_it_stands_for_its_function():
     assert pickle.loads(pickle.dumps(rg_lru)) is rg_lru
     assert (rg_lru.states, rotated.states, peephole.states) == (0, 1, 2)
     assert (rg_lru.names, peephole.names) == (("x", "r", "i", "log_lambda"), ("x", "f", "w"))
+
+
+def scaled(factor, h, x):
+    return factor * h + x
+
+
+class Scaling:
+    def __init__(self):
+        self.weight = torch.ones(3)
+        self.recurrence = ostinato.recurrence(self.step)
+        self.__dict__["check"] = None  # an attribute of what is called, as any other
+
+    def step(self, h, x):
+        return self.weight * h + x
+
+    def __call__(self, h, x):
+        return self.step(h, x)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copied", "pickled"])
+def test_a_copy_of_a_methods_object_has_a_recurrence_of_its_own(copied):
+    before = Scaling()
+    after = copied(before)
+    after.weight.fill_(2.0)
+    x = torch.ones(1, 3, 3)
+    assert after.recurrence(x, backend="torch")[0][0, :, 0].tolist() == [1, 3, 7]
+    assert before.recurrence(x, backend="torch")[0][0, :, 0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copied", "pickled"])
+def test_what_is_called_without_being_a_function_may_be_copied(copied):
+    doubling = copied(ostinato.recurrence(functools.partial(scaled, 2.0)))
+    assert doubling(torch.ones(1, 3, 1))[0].flatten().tolist() == [1, 3, 7]
+    called = copied(ostinato.recurrence(Scaling()))
+    assert called(torch.ones(1, 3, 3), backend="torch")[0][0, :, 0].tolist() == [1, 2, 3]
+
+
+def test_attributes_of_the_function_are_not_those_of_the_recurrence():
+    def total(h, x):
+        return h + x
+
+    total.check = total.step = total.traced = None
+    assert ostinato.recurrence(total)(torch.ones(1, 3, 1))[0].flatten().tolist() == [1, 2, 3]
+
+
+def halved_in_place(h, x):
+    return x.mul_(0.5).add_(h.mul_(0.5))
+
+
+def test_changes_in_place_that_nothing_counts_stay_within_their_step():
+    x = torch.ones(1, 3, 1)
+    function = ostinato.recurrence(halved_in_place)
+
+    def states(x):
+        return function(x, backend="torch")[0]
+
+    with torch.inference_mode():
+        given = x.clone()
+        assert states(given).flatten().tolist() == [0.5, 0.75, 0.875]
+        assert torch.equal(given, x)
+    given = x.clone()
+    assert torch.compile(states, backend="aot_eager")(given).flatten().tolist() == [0.5, 0.75, 0.875]
+    assert torch.equal(given, x)
 
 
 X, C = torch.randn(2, 5, 3), torch.randn(3)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -95,7 +96,7 @@ class Recurrence:
     def __init__(self, function: Callable) -> None:
         if not callable(function):
             raise TypeError(f"recurrence takes a function; got {describe(function)}")
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())  # its attributes could be called as methods here are
         try:
             parameters = inspect.signature(function).parameters
         except ValueError:  # of what is not written in Python
@@ -131,8 +132,10 @@ class Recurrence:
     def __str__(self) -> str:
         return getattr(self, "__name__", "the recurrence")
 
-    def __reduce__(self) -> str:
-        return self.__qualname__  # pickled by name, which refers to this object, not to the function
+    def __reduce__(self) -> str | tuple:
+        if isinstance(self.function, types.FunctionType):
+            return self.__qualname__  # pickled by name, which refers to this object, not to the function
+        return recurrence, (self.function,)  # a method's or partial's own object is copied with what refers to it
 
     def __call__(
         self,
@@ -261,7 +264,7 @@ class Recurrence:
         """What the function returns; it must not change what it is given, which are results or the caller's."""
         given = (*states, *arguments)
         if torch.compiler.is_compiling() or any(x.is_inference() for x in given):  # their changes are not counted
-            return following(self.function, states, arguments)
+            return following(self.function, [x.clone() for x in states], [x.clone() for x in arguments])
         versions = [x._version for x in given]
         results = following(self.function, states, arguments)
         if [x._version for x in given] != versions:

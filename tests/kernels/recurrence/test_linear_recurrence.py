@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import ostinato
 from ostinato.diagonal import rg_lru as griffin
 from ostinato.kernels.recurrence.linear.element import print_element
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
@@ -272,6 +273,21 @@ def test_sigmoids_are_computed_in_pairs():
     assert "sigmoids(" not in code(lambda x, y, z: (torch.sigmoid(x), torch.sigmoid(y + z * torch.sigmoid(x))))
     masked = code(lambda x, y, z: (torch.sigmoid(x), torch.where(z > 0, torch.sigmoid(y), 0.0)))  # y may be NaN
     assert "sigmoids(" not in masked
+
+
+@pytest.mark.parametrize("kinds", [(3,), (2, 4, 3)], ids=["parameters", "sequences"])
+def test_more_arguments_than_64(kinds):
+    names = [f"x{k}" for k in range(70)]
+    code = f"lambda {', '.join(names)}: (torch.sigmoid({' + '.join(names[::2])}), {' + '.join(names[1::2])})"
+    function = ostinato.recurrence(eval(code, {"torch": torch}))
+    torch.manual_seed(0)
+    arguments = [torch.randn(kinds if k else (2, 4, 3), dtype=torch.float64, requires_grad=True) for k in range(70)]
+    found = []
+    for backend in ("auto", "torch"):
+        h, _ = function(*arguments, backend=backend)
+        found.append((h, *torch.autograd.grad(h.square().sum(), arguments)))
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 def test_long_functions_are_printed_at_once():

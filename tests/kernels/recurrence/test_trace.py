@@ -262,6 +262,12 @@ def works_in_place(x, y):
     return x.mul_(2), y
 
 
+@refused("exp writes to a tensor, out")
+def writes_to_a_tensor(x, y):
+    with torch.no_grad():
+        return torch.exp(x, out=torch.zeros_like(x)), y
+
+
 @refused("uses a tensor that is not among its arguments; make it one .*x \\* elsewhere")
 def closes_over(x, y):
     return x * elsewhere, y
@@ -392,7 +398,7 @@ SHAPED = (
     has_a_layer,
     has_channels_elsewhere,
 )
-REFUSED = (reduces, works_in_place, divides_and_floors, *SHAPED, *ELEMENTWISE)
+REFUSED = (reduces, works_in_place, writes_to_a_tensor, divides_and_floors, *SHAPED, *ELEMENTWISE)
 
 
 @pytest.mark.parametrize(("function", "message", "kind"), [*REFUSED, branches, returns_a_number])

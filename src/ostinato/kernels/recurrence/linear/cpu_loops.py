@@ -8,6 +8,7 @@ one on entry, the last one on return; backward, its gradient.
 
 import ctypes
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -52,8 +53,7 @@ def work_type(sequences: int, constants: int, sums: int, backward: bool) -> type
 def _generated(trace: Trace, backward: bool, dtype: type) -> tuple[str, dict[str, Callable]]:
     """The functions printed for a recurrence, with their source."""
     source = print_step(trace, backward)
-    numbered = [f"{name}{k}" for name in ("x", "c", "grad", "sum") for k in range(64)]
-    load, store = restricted("state", "out", "h", "grad_h", *(name for name in numbered if name in source))
+    load, store = restricted(*dict.fromkeys(re.findall(r'"(\w+)"', source)))  # the arrays that it names
     names: dict[str, Any] = {
         **vars(elementary),
         "pointer_to": pointer_to,

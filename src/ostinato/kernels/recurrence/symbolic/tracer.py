@@ -144,6 +144,8 @@ class _Calls(TorchFunctionMode):
                 raise self._recorder.refusal(f"it asks for the {name} of a tensor, but must treat every element alike")
             if name in self._IN_PLACE or (name.endswith("_") and not name.endswith("__")):
                 raise self._recorder.refusal(f"{name} changes a tensor in place")
+            if (kwargs or {}).get("out") is not None:
+                raise self._recorder.refusal(f"{name} writes to a tensor, out")
             self._recorder.called = name
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self._recorder.stop_gradients_at(given)
