@@ -23,15 +23,20 @@ def measured(name: str) -> bool:
 
 
 def source(*names: str) -> str:
-    """Where the figures come from: devices and commits, and of each the files."""
-    files: dict[str, list[str]] = {}
+    """Where the figures come from: devices, and of each the files, with the day and commit of their runs."""
+    devices: dict[str, dict[str, list[str]]] = {}
     for name in names:
         run = load(name)
         run = run.get("environment", run)
         threads = f", {run['threads']} thread{'s' * (run['threads'] > 1)}" if run["device_type"] == "cpu" else ""
-        versions = f"PyTorch {run['versions']['torch']}, {run['date'][:10]}, commit `{run['commit'][:7]}`"
-        files.setdefault(f"{run['device']}{threads}, {versions}", []).append(f"`benchmarks/results/{name}.json`")
-    return "; ".join(f"{run}: {', '.join(paths)}" for run, paths in files.items()) + "."
+        commits = devices.setdefault(f"{run['device']}{threads}, PyTorch {run['versions']['torch']}", {})
+        made = f"{run['date'][:10]}, commit `{run['commit'][:7]}`"
+        commits.setdefault(made, []).append(f"`benchmarks/results/{name}.json`")
+    parts = []
+    for device, commits in devices.items():
+        runs = "; ".join(f"{', '.join(files)} ({made})" for made, files in commits.items())
+        parts.append(f"{device}: {runs}.")
+    return " ".join(parts)
 
 
 def sourced(grid: Grid, *names: str) -> str:
