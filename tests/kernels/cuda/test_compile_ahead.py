@@ -98,6 +98,15 @@ def test_what_a_gradient_needs_is_compiled_beside_the_forward(asked, call):
     assert len(set(ahead)) == len(ahead)
 
 
+def test_a_scans_kernels_are_chosen_once(asked, monkeypatch):
+    """A gradient's is asked for ahead of it, and by it."""
+    chosen, macros = [], launch.macros
+    monkeypatch.setattr(launch, "macros", lambda *args, **options: chosen.append(args[0]) or macros(*args, **options))
+    output, _ = CALLS["linear_scan"]()
+    output.sum().backward()
+    assert sorted(chosen) == ["LinearScan", "LinearScanBackward"]
+
+
 @pytest.mark.parametrize("call", ["linear_scan", "MinGRU", "ParaGRU"])
 def test_nothing_else_is_compiled_ahead(asked, call):
     ahead, loaded = asked
