@@ -1,6 +1,7 @@
 """MinGRU and MinLSTM against equations written out here, their own step, torch.nn's contract, and a peer."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 import ostinato
+from ostinato import packed
 from ostinato.minimal.recurrences import recurrence_of
 
 LAYERS = {"mingru": ostinato.MinGRU, "minlstm": ostinato.MinLSTM}
@@ -341,6 +343,47 @@ def test_whatever_device_is_the_default(cell):
         assert torch.equal(got, want)
         for g, w in zip(torch.autograd.grad(got.sum(), list(module.parameters())), gradients, strict=True):
             assert torch.equal(g, w)
+
+
+@pytest.mark.parametrize("sizes", [[3], [1, 1, 1], [5, 5, 2, 2, 2, 1], [4, 3, 2, 1]])
+def test_where_steps_begin_is_the_same_in_a_capture(sizes):
+    batch_sizes, device = torch.tensor(sizes), torch.device("cpu")
+    expected = [0, *itertools.accumulate(sizes)]
+    for offsets in (packed.offsets_of(batch_sizes, device), packed.constant_offsets(batch_sizes, device)):
+        assert offsets.dtype == torch.int32
+        assert offsets.tolist() == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("cell", LAYERS)
+def test_packed_sequences_are_trained_in_a_cuda_graph(cell, bidirectional):
+    torch.manual_seed(0)
+    module = LAYERS[cell](7, 12, num_layers=2, bidirectional=bidirectional).cuda()
+    rows = torch.randn(14, 7, device="cuda", requires_grad=True)
+    batch_sizes = torch.tensor([4, 4, 3, 2, 1])
+
+    def train():
+        for leaf in (rows, *module.parameters()):
+            leaf.grad = None
+        output, _ = module(PackedSequence(rows, batch_sizes))
+        output.data.sin().sum().backward()
+        return [output.data.detach(), rows.grad, *(p.grad for p in module.parameters())]
+
+    expected = [x.clone() for x in train()]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        train()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = train()
+    for x in captured:
+        x.detach().fill_(float("nan"))
+    graph.replay()
+    for x, y in zip(captured, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [[3, 2, 2], [3], [2, 0, 3], [1, 4], [0], [10**6, 10**6], []])

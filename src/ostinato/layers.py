@@ -30,6 +30,7 @@ from ostinato.checks import (
 )
 from ostinato.kernels.operators.export import node_of, refuse_script
 from ostinato.kernels.scan import BACKENDS
+from ostinato.packed import offsets_of
 from ostinato.states import Hidden, State, each, stacked
 
 
@@ -191,8 +192,7 @@ class StackedLayers(nn.Module, Generic[State]):
             hx = self._zero_state_for(data, batch)
         elif sorted_indices is not None:
             hx = each(lambda state: state.index_select(1, sorted_indices), hx)
-        offsets = F.pad(batch_sizes.cumsum(0), (1, 0)).to(data.device, torch.int32, non_blocking=True)
-        output, h_n = self._run_layers(data, hx, offsets, resets, self.batch_first)
+        output, h_n = self._run_layers(data, hx, offsets_of(batch_sizes, data.device), resets, self.batch_first)
         if unsorted_indices is not None:
             h_n = each(lambda state: state.index_select(1, unsorted_indices), h_n)
         return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), h_n

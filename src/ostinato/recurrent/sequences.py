@@ -19,7 +19,8 @@ from ostinato.kernels.persistent.operators import recurrent_layer
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.stacks import stacked_layers
 from ostinato.masks import mask_of
-from ostinato.recurrent.rows import as_given, has_several_lengths, in_rows, offsets_of, size_of
+from ostinato.packed import offsets_of
+from ostinato.recurrent.rows import as_given, has_several_lengths, in_rows, size_of
 from ostinato.recurrent.torch_layers import takes_as_they_are
 from ostinato.recurrent.weights import MaskedLayers, check_shapes, weights_of
 from ostinato.states import distinct, of_one_layer
