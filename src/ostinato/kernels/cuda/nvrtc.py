@@ -108,7 +108,6 @@ def cached_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
 
 
 @functools.lru_cache(maxsize=1024)
-@functools.cache
 def compile_ahead(code: str, macros: Macros, device: int) -> None:
     """Begin to compile what :func:`load_kernel` will soon be asked for, beside what the caller compiles.
 
