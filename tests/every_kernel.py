@@ -17,7 +17,7 @@ import ostinato
 import persistent_cases
 import persistent_geometries
 import scan_kernels
-from kernels.persistent import test_cuda_step, test_directions, test_passes, test_small
+from kernels.persistent import test_cuda_step, test_directions, test_small, test_states_before
 from kernels.recurrence import test_nonlinear_recurrence, test_projected
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels.matmul import gemm, grouped
@@ -153,8 +153,8 @@ def transpositions():
 
 
 def shifts():
-    for given in test_passes.states_to_shift():
-        persistent.previous(*map(test_passes.on_gpu, given))
+    for given in test_states_before.states_to_shift():
+        persistent.previous(*map(test_states_before.on_gpu, given))
 
 
 def sums_of_biases():
@@ -169,7 +169,7 @@ def products_of_small_layers(sharers):
         patch.setattr(grouped, "sharers_of", test_small.shared_by(sharers))
         for cell, size, (dtype, rounds) in itertools.product(test_small.CELLS, test_small.SIZES, test_small.TOLERANCE):
             given, h, found = test_small.inputs(cell, size, dtype)
-            given, found = Arguments(*map(test_passes.on_gpu, given)), [*map(test_passes.on_gpu, found)]
+            given, found = Arguments(*map(test_states_before.on_gpu, given)), [*map(test_states_before.on_gpu, found)]
             product, direction = (
                 (given.x, given.weight_ih, given.bias_ih, None),
                 (given, h.cuda(), found, test_small.ALL),

@@ -6,5 +6,6 @@
 ``numeric.cuh``   numbers: their types, arithmetic, memory accesses
 ``barriers.cuh``  barriers
 ``gemv.cuh``      products of a matrix and a vector
+``row_sums.cuh``  sums of rows
 ================  ==================================================
 """

@@ -231,21 +231,13 @@ struct OfTensorCores {
 template <bool> struct SumsOf { using type = OfOrdinaryCores; };
 template <> struct SumsOf<true> { using type = OfTensorCores; };
 
-// The sums of rows of float32, of a tile's columns: each warp adds every WARPS-th row.
+// The sums of rows of float32, of a tile's columns.
 __device__ inline void add_rows(const Arguments& p, const Product& q, int column) {
-    __shared__ float sums[WARPS][TILE];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = column + lane;
     const Factor& factor = q.b[0];
+    const int c = column + threadIdx.x % 32;
     const float* rows = reinterpret_cast<const float*>(p.tensors[factor.tensor]) + factor.begin;
-    float sum = 0;
-    for (int row = warp; c < q.columns && row < q.summed[0]; row += WARPS)
-        sum += rows[(long long)row * factor.along + c];
-    sums[warp][lane] = sum;
-    __syncthreads();
-    if (warp || c >= q.columns) return;
-#pragma unroll
-    for (int w = 1; w < WARPS; ++w) sum += sums[w][lane];
-    reinterpret_cast<Scalar*>(p.tensors[q.out])[q.begin + c] = Scalar(sum);
+    const float sum = sum_of_rows(rows + c, factor.along, q.summed[0], c < q.columns);
+    if (threadIdx.x < 32 && c < q.columns) reinterpret_cast<Scalar*>(p.tensors[q.out])[q.begin + c] = Scalar(sum);
 }
 
 // Where a lane writes its column of a tile, with the bias added.

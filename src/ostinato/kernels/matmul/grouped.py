@@ -133,4 +133,5 @@ def source(dtype: torch.dtype, rounds: bool, cluster: int) -> tuple[str, nvrtc.M
     sizes = ("TILE", TILE), ("SLAB", SLAB), ("WARPS", WARPS), ("BLOCKS", BLOCKS), ("CLUSTER", cluster)
     room = ("TENSORS", _TENSORS), ("PRODUCTS", _PRODUCTS)
     scalar = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 2 if narrow else 1), ("TENSOR_CORES", int(rounds or narrow))
-    return nvrtc.source("cuda/numeric.cuh", "cuda/barriers.cuh", "matmul/grouped.cu"), (*scalar, *sizes, *room)
+    files = "cuda/numeric.cuh", "cuda/barriers.cuh", "cuda/row_sums.cuh", "matmul/grouped.cu"
+    return nvrtc.source(*files), (*scalar, *sizes, *room)

@@ -14,6 +14,7 @@ from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.cuda.streams import launch_stream
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent.arguments import Layer
+from ostinato.kernels.persistent.cuda import biases
 from ostinato.kernels.persistent.cuda.heuristics.geometry import THREADS, Geometry
 from ostinato.kernels.persistent.cuda.packing import Packing, pack
 from ostinato.kernels.persistent.cuda.source import feature, files, macros
@@ -43,7 +44,7 @@ def kernels(geometry: Geometry, device: int, resets: bool, packed: bool, keeps: 
     properties: Any = torch.cuda.get_device_properties(device)
     compiled = (nvrtc.source(*files(geometry)), macros(geometry, resets, packed, keeps, directions), device)
     if geometry.backward:
-        nvrtc.compile_ahead(*source_of_biases(geometry.dtype), device)
+        nvrtc.compile_ahead(*biases.source(geometry.dtype), device)
     prepare, recur = (nvrtc.load_kernel(name, *compiled, feature(geometry)) for name in ("prepare", "recur"))
     resident = recur.resident_blocks(device, geometry.threads, geometry.shared_bytes, geometry.blocks_of_a_cluster)
     blocks = directions * geometry.blocks * geometry.groups
@@ -63,12 +64,6 @@ def compile_kernels(
         ]
     for kernel in found:
         kernel.result()
-
-
-def source_of_biases(dtype: torch.dtype) -> tuple[str, nvrtc.Macros]:
-    """CUDA C++ and its preprocessor definitions."""
-    definitions = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 1)
-    return nvrtc.source("cuda/numeric.cuh", "persistent/cuda/biases.cu"), definitions
 
 
 def packing_of(mask: Tensor, geometry: Geometry) -> Packing:

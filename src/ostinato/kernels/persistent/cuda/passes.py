@@ -3,26 +3,17 @@
 Weights are read from the parameters at every launch; only what depends on masks and sizes is cached between calls.
 """
 
-import functools
-import operator
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.matmul import cublas
 from ostinato.kernels.persistent.arguments import Layer, Saved
-from ostinato.kernels.persistent.cuda.heuristics.geometry import THREADS
-from ostinato.kernels.persistent.cuda.launch import launch, source_of_biases
+from ostinato.kernels.persistent.cuda.launch import launch
 from ostinato.kernels.persistent.interface import Found, Results
 from ostinato.kernels.persistent.plan import Plan, keeps_gates
-from ostinato.kernels.persistent.sequences import Sequences
-
-UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}  # of a copy, by bytes
-UNITS_OF_THREAD = 4  # of a copy, at once
 
 
 def forward(
@@ -112,43 +103,3 @@ def _of_backward(
     tensors |= {"grad_output": grad_output, "grad_h_n": grad_h_n, "grad_c_n": grad_c_n}
     tensors |= {"grads": grads, "grad_h0": grad_h0, "grad_c0": grad_c0, "totals": totals}
     return tensors, (grads, grad_h0, grad_c0, totals)
-
-
-def previous(rows: Tensor, first: Tensor | None, sequences: Sequences) -> Tensor:
-    """The state before each step, in one launch; see :mod:`ostinato.kernels.persistent.reference`."""
-    batch, offsets, resets, reverse = sequences
-    rows, first = rows.contiguous(), None if first is None else first.to(rows.dtype).contiguous()
-    resets = None if resets is None else resets.contiguous()
-    before = torch.empty_like(rows)
-    addresses = [0 if x is None else x.data_ptr() for x in (rows, first, before, offsets, resets)]
-    size, steps = rows.shape[1] * rows.itemsize, sequences.length(rows)
-    unit = functools.reduce(operator.or_, addresses[:3], size | max(UNITS))
-    unit &= -unit  # the bytes that all are multiples of
-    parts = -(-batch * size // (unit * THREADS * UNITS_OF_THREAD))
-    source, device = nvrtc.source("persistent/cuda/previous.cu"), rows.get_device()
-    kernel = nvrtc.load_kernel("previous", source, macros_of_copy(unit), device)
-    parameters = struct.pack("5Q5i", *addresses, steps, batch, size // unit, parts, int(reverse))
-    kernel.launch(device, steps * parts, THREADS, parameters)
-    return before
-
-
-def macros_of_copy(unit: int) -> nvrtc.Macros:
-    """The preprocessor definitions for ``previous.cu``."""
-    return ("UNIT", UNITS[unit]), ("THREADS", THREADS), ("AHEAD", UNITS_OF_THREAD)
-
-
-def gradients_of_biases(totals: Tensor, dtype: torch.dtype, cell: str) -> tuple[Tensor, Tensor]:
-    """The gradients of both biases in one launch; see :mod:`ostinato.kernels.persistent.reference`."""
-    batch, width = totals.shape
-    shift = width // 4 if cell == "gru" else 0
-    of_ih, of_hh = (totals.new_empty(width - shift, dtype=dtype) for _ in range(2))
-    addresses = totals.data_ptr(), of_ih.data_ptr(), of_hh.data_ptr()
-    device = totals.get_device()
-    parameters = struct.pack("3Q3i", *addresses, batch, width, shift)
-    _kernel_of_biases(dtype, device).launch(device, -(-width // 32), 256, parameters)
-    return of_ih, of_hh
-
-
-@functools.cache
-def _kernel_of_biases(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
-    return nvrtc.load_kernel("biases", *source_of_biases(dtype), device)

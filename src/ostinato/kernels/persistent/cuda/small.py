@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ostinato.kernels.matmul.grouped import CLUSTER, NOTHING, Factor, Product, Products, cluster_of
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, NEEDED_BITS, Arguments
-from ostinato.kernels.persistent.cuda.passes import previous
+from ostinato.kernels.persistent.cuda.states_before import previous
 from ostinato.kernels.persistent.interface import Found
 
 # Rows, by the blocks that can share a sum over them, numbers in a matrix, and multiply-adds of a product, by the bytes

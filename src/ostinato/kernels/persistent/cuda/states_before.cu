@@ -1,39 +1,39 @@
 // before[r] is the state before the step of row r: that of its sequence a step earlier in the scan's order, or the
 // first one; zero where it is reset.  A step's rows are adjacent, and so are the same sequences' a step earlier: a
-// block copies a part of a step, UNIT by UNIT, of which each of its THREADS copies AHEAD at once.
+// block copies a part of a step, WORD by WORD, of which each of its THREADS copies AHEAD at once.
 
-using Unit = UNIT;
+using Word = WORD;
 
 struct Arguments {
-    const Unit *rows, *first;  // (rows, width); (batch, width), or null: zeros
-    Unit* before;
+    const Word *rows, *first;  // (rows, width); (batch, width), or null: zeros
+    Word* before;
     const int* offsets;           // the first row of each step and the number of rows, or null: `batch` rows a step
     const unsigned char* resets;  // of each row, or null
     int steps, batch, width, parts, reverse;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) previous(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS) states_before(const __grid_constant__ Arguments p) {
     const auto begin_of = [&](int step) { return p.offsets ? p.offsets[step] : step * p.batch; };
     const int step = blockIdx.x / p.parts, earlier = p.reverse ? step + 1 : step - 1;
     const long long begin = begin_of(step), width = p.width, size = (begin_of(step + 1) - begin) * width;
-    long long source = 0, given = 0;  // where the earlier step's rows begin, and their units
+    long long source = 0, given = 0;  // where the earlier step's rows begin, and their words
     if (earlier >= 0 && earlier < p.steps) {
         source = begin_of(earlier);
         given = (begin_of(earlier + 1) - source) * width;
     }
     const long long stride = (long long)p.parts * THREADS * AHEAD;
     for (long long at = (long long)(blockIdx.x % p.parts) * THREADS * AHEAD + threadIdx.x; at < size; at += stride) {
-        Unit units[AHEAD];
+        Word words[AHEAD];
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k) {
             const long long i = at + k * THREADS;
-            units[k] = Unit();
+            words[k] = Word();
             if (i >= size || (p.resets && p.resets[begin + i / width])) continue;
-            if (i < given) units[k] = p.rows[source * width + i];
-            else if (p.first) units[k] = p.first[i];
+            if (i < given) words[k] = p.rows[source * width + i];
+            else if (p.first) words[k] = p.first[i];
         }
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k)
-            if (at + k * THREADS < size) p.before[begin * width + at + k * THREADS] = units[k];
+            if (at + k * THREADS < size) p.before[begin * width + at + k * THREADS] = words[k];
     }
 }

@@ -1,4 +1,4 @@
-"""What runs before and after the loop of a persistent kernel: the states before each step, the sums of biases."""
+"""The states before each step, which a kernel copies."""
 
 import itertools
 
@@ -7,8 +7,7 @@ import torch
 
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent import cuda, reference
-from ostinato.kernels.persistent.cuda import launch as cuda_launch
-from ostinato.kernels.persistent.cuda import passes
+from ostinato.kernels.persistent.cuda import states_before
 from ostinato.kernels.persistent.sequences import Sequences
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
@@ -46,26 +45,6 @@ def test_the_state_before_each_step_equals_the_reference(nan_memory):
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
 def test_the_copy_of_states_compiles_without_a_gpu(architecture):
     pytest.importorskip("cuda.core")
-    for macros in map(passes.macros_of_copy, passes.UNITS):
-        code = nvrtc.source("persistent/cuda/previous.cu")
+    for macros in map(states_before.macros, states_before.WORDS):
+        code = nvrtc.source("persistent/cuda/states_before.cu")
         assert nvrtc.compile_cubin(code, architecture, dict(macros))[:4] == b"\x7fELF"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [f32, f16, bf16])
-@pytest.mark.parametrize(("batch", "hidden"), [(1, 1), (3, 8), (17, 33), (200, 515)])
-@pytest.mark.parametrize("cell", ["rnn_tanh", "gru", "lstm"])
-def test_gradients_of_biases_equal_the_reference(cell, batch, hidden, dtype, nan_memory):
-    torch.manual_seed(0)
-    totals = torch.randn(batch, hidden * (1 if cell == "rnn_tanh" else 4), device="cuda")
-    exact = reference.gradients_of_biases(totals.double(), torch.float64, cell)
-    for ours, expected in zip(cuda.gradients_of_biases(totals, dtype, cell), exact, strict=True):
-        torch.testing.assert_close(ours.double(), expected, rtol=torch.finfo(dtype).eps, atol=batch * 1e-6)
-
-
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
-@pytest.mark.parametrize("dtype", [f32, f16, bf16])
-def test_the_sums_of_biases_compile_without_a_gpu(architecture, dtype):
-    pytest.importorskip("cuda.core")
-    code, macros = cuda_launch.source_of_biases(dtype)
-    assert nvrtc.compile_cubin(code, architecture, dict(macros))[:4] == b"\x7fELF"
