@@ -167,15 +167,15 @@ def products_of_small_layers(sharers):
     test_small.forget_products()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped, "sharers_of", test_small.shared_by(sharers))
-        for cell, size, (dtype, rounds) in itertools.product(test_small.CELLS, test_small.SIZES, test_small.TOLERANCE):
+        for cell, size, (dtype, tf32) in itertools.product(test_small.CELLS, test_small.SIZES, test_small.TOLERANCE):
             given, h, found = test_small.inputs(cell, size, dtype)
             given, found = Arguments(*map(test_states_before.on_gpu, given)), [*map(test_states_before.on_gpu, found)]
             product, direction = (
                 (given.x, given.weight_ih, given.bias_ih, None),
                 (given, h.cuda(), found, test_small.ALL),
             )
-            persistent.small.linear(rounds, product, product)
-            persistent.small.gradients(rounds, direction, direction)
+            persistent.small.linear(tf32, product, product)
+            persistent.small.gradients(tf32, direction, direction)
 
 
 def recurrent(path, shape, in_clusters):

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.matmul.precision import autocast_dtype, layers_round
+from ostinato.kernels.matmul.precision import autocast_dtype, layers_allow_tf32
 from ostinato.kernels.operators.eager import Prepared, is_eager
 from ostinato.kernels.persistent.backends import WAVEFRONT_DEVICES, is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.directions import recurrent_layers
@@ -99,7 +99,7 @@ class SequenceLayers(MaskedLayers):
             like.append(resets)
         autocast = autocast_dtype(device)
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional, self.mode, self.batch_first
-        how = *sizes, self._forced_path, autocast, layers_round(device, dtype), resets is None
+        how = *sizes, self._forced_path, autocast, layers_allow_tf32(device, dtype), resets is None
         # On which the plan depends, too.
         where = is_captured(device), torch.get_num_threads(), torch._C._get_cudnn_enabled()
         # Another object for each mask, and whenever a mask changes.

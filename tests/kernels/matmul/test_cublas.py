@@ -77,19 +77,19 @@ def test_products(shape):
     bias = torch.randn(columns, device="cuda")
     for n, (a, b) in enumerate(itertools.product(layouts(rows, summed), layouts(summed, columns))):
         exact, before = a.double() @ b.double(), torch.randn(rows, columns, device="cuda")
-        for rounds, most in ((False, 1e-6), (True, 1e-3)):
+        for tf32, most in ((False, 1e-6), (True, 1e-3)):
             results = []
             for _ in range(2):
                 onto = before.clone()
-                results.append([cublas.multiply(a, b, rounds=rounds), cublas.multiply(a, b, bias, rounds=rounds), onto])
-                assert cublas.multiply(a, b, out=onto, adds=True, rounds=rounds) is onto
+                results.append([cublas.multiply(a, b, tf32=tf32), cublas.multiply(a, b, bias, tf32=tf32), onto])
+                assert cublas.multiply(a, b, out=onto, adds=True, tf32=tf32) is onto
             for y, again in zip(*results, strict=True):
                 assert torch.equal(y, again)
             y, biased, onto = results[0]
             assert error(y, exact) < most
             assert error(biased, exact + bias) < most
             assert error(onto, exact + before) < most
-            if rounds and n == 0 and min(shape) > 32:  # other layouts may have no kernel that rounds
+            if tf32 and n == 0 and min(shape) > 32:  # other layouts may have no kernel that rounds
                 assert error(y, exact) > 1e-5
 
 
@@ -100,8 +100,8 @@ def test_pytorchs_switch_does_not_matter(allowed, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
     a, b = torch.randn(2, 512, 512, device="cuda")
     exact = a.double() @ b.double()
-    for rounds, least, most in ((False, 0, 1e-6), (True, 1e-5, 1e-3)):
-        assert least <= error(cublas.multiply(a, b, rounds=rounds), exact) < most
+    for tf32, least, most in ((False, 0, 1e-6), (True, 1e-5, 1e-3)):
+        assert least <= error(cublas.multiply(a, b, tf32=tf32), exact) < most
     assert torch.backends.cuda.matmul.allow_tf32 == allowed
 
 
@@ -114,7 +114,7 @@ def test_in_several_threads_and_in_a_graph():
     def run(a, b):
         exact = a.double() @ b.double() + bias
         for _ in range(50):
-            if error(cublas.multiply(a, b, bias, rounds=True), exact) > 1e-3:
+            if error(cublas.multiply(a, b, bias, tf32=True), exact) > 1e-3:
                 wrong.append(a.shape)
 
     threads = [threading.Thread(target=run, args=pair) for pair in pairs]
@@ -125,10 +125,10 @@ def test_in_several_threads_and_in_a_graph():
     assert not wrong
 
     a, b = pairs[0]
-    cublas.multiply(a, b, bias, rounds=True)
+    cublas.multiply(a, b, bias, tf32=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = cublas.multiply(a, b, bias, rounds=True)
+        y = cublas.multiply(a, b, bias, tf32=True)
     a.copy_(torch.randn_like(a))
     y.zero_()
     graph.replay()
@@ -140,5 +140,5 @@ def test_what_is_prepared_is_bounded(monkeypatch):
     monkeypatch.setattr(cublas, "_MOST_PREPARED", 3)
     for rows in range(1, 12):
         a, b = torch.randn(rows, 40, device="cuda"), torch.randn(40, 50, device="cuda")
-        assert error(cublas.multiply(a, b, rounds=False), a.double() @ b.double()) < 1e-6
+        assert error(cublas.multiply(a, b, tf32=False), a.double() @ b.double()) < 1e-6
     assert len(cublas._thread.products) <= 3

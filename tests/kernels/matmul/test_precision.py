@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ostinato.kernels.matmul import cublas
-from ostinato.kernels.matmul.precision import layers_round, products_round
+from ostinato.kernels.matmul.precision import layers_allow_tf32, products_allow_tf32
 
 CUDA, f32 = torch.device("cuda"), torch.float32
 
@@ -24,11 +24,11 @@ def test_layers_have_the_switch_of_torchs_layers_by_old_and_new_names(loaded, mo
     products, layers = torch.backends.cuda.matmul, torch.backends.cudnn
     for of_products, of_layers in ((True, False), (False, True), (True, True), (False, False)):
         products.allow_tf32, layers.allow_tf32 = of_products, of_layers
-        assert products_round() == of_products
-        assert layers_round(CUDA, f32) == (of_layers if loaded else of_products)
-        assert not layers_round(torch.device("cpu"), f32)
-        assert not layers_round(CUDA, torch.bfloat16)
+        assert products_allow_tf32() == of_products
+        assert layers_allow_tf32(CUDA, f32) == (of_layers if loaded else of_products)
+        assert not layers_allow_tf32(torch.device("cpu"), f32)
+        assert not layers_allow_tf32(CUDA, torch.bfloat16)
     conv, rnn = layers.conv.fp32_precision, layers.rnn.fp32_precision
     layers.conv.fp32_precision, layers.rnn.fp32_precision = "ieee", "tf32"  # the old name cannot say that
-    assert layers_round(CUDA, f32) == loaded
+    assert layers_allow_tf32(CUDA, f32) == loaded
     layers.conv.fp32_precision, layers.rnn.fp32_precision = conv, rnn

@@ -166,10 +166,10 @@ def test_captures_prepare_for_kernels_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(("architecture", "cluster"), [("sm_80", 1), ("sm_100", grouped.CLUSTER)])
-@pytest.mark.parametrize(("dtype", "rounds"), [(f32, False), (f32, True), (f16, False), (bf16, False)])
-def test_products_compile_without_a_gpu(architecture, cluster, dtype, rounds):
+@pytest.mark.parametrize(("dtype", "tf32"), [(f32, False), (f32, True), (f16, False), (bf16, False)])
+def test_products_compile_without_a_gpu(architecture, cluster, dtype, tf32):
     pytest.importorskip("cuda.core")
-    code, macros = grouped.source(dtype, rounds, cluster)
+    code, macros = grouped.source(dtype, tf32, cluster)
     assert nvrtc.compile_cubin(code, architecture, dict(macros))[:4] == b"\x7fELF"
 
 
@@ -228,27 +228,27 @@ def error(result, expected):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize(("dtype", "rounds"), TOLERANCE)
-def test_gradients_of_small_layers_match_float64(cell, dtype, rounds, nan_memory):
+@pytest.mark.parametrize(("dtype", "tf32"), TOLERANCE)
+def test_gradients_of_small_layers_match_float64(cell, dtype, tf32, nan_memory):
     torch.manual_seed(0)
     flags = itertools.cycle(itertools.product((True, False), repeat=3))
     for size, needed in itertools.product((*SIZES, (8, 128, 64, 64)), (ALL, ALL, 0b1010101, 0b0101001)):
         h0, reverse, resets = next(flags)
         given, h, found = inputs(cell, size, dtype, "cuda", h0, reverse, resets)
         other = given, h, found, ALL & ~needed
-        (ours,), (again, _) = (small.gradients(rounds, (given, h, found, needed), *more) for more in ((), (other,)))
+        (ours,), (again, _) = (small.gradients(tf32, (given, h, found, needed), *more) for more in ((), (other,)))
         exact = separate(given, h, found, needed)
         for name, one, two, expected in zip(DIFFERENTIABLE, ours, again, exact, strict=True):
             assert (one is None) == (expected is None)
             if one is not None:
                 assert torch.equal(one, two)
-                assert error(one, expected) < TOLERANCE[dtype, rounds], (name, size, h0, reverse, resets)
+                assert error(one, expected) < TOLERANCE[dtype, tf32], (name, size, h0, reverse, resets)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sharers", grouped.ADDING)
-@pytest.mark.parametrize(("dtype", "rounds"), TOLERANCE)
-def test_results_are_the_same_however_many_warps_share_a_tile(sharers, dtype, rounds, sharing, nan_memory):
+@pytest.mark.parametrize(("dtype", "tf32"), TOLERANCE)
+def test_results_are_the_same_however_many_warps_share_a_tile(sharers, dtype, tf32, sharing, nan_memory):
     if sharers > grouped.WARPS * grouped.cluster_of(torch.cuda.current_device()):
         pytest.skip("this GPU has no clusters")
     torch.manual_seed(0)
@@ -257,19 +257,19 @@ def test_results_are_the_same_however_many_warps_share_a_tile(sharers, dtype, ro
     for cell, size in itertools.product(CELLS, (*SIZES, (5, 8 * sharers, 24, 36))):
         h0, reverse, resets = next(flags)
         given, h, found = inputs(cell, size, dtype, "cuda", h0, reverse, resets)
-        (ours,), (again,) = (small.gradients(rounds, (given, h, found, ALL)) for _ in range(2))
+        (ours,), (again,) = (small.gradients(tf32, (given, h, found, ALL)) for _ in range(2))
         exact = separate(given, h, found, ALL)
-        (projected,) = small.linear(rounds, (given.x, given.weight_ih, given.bias_ih, None))
+        (projected,) = small.linear(tf32, (given.x, given.weight_ih, given.bias_ih, None))
         expected = F.linear(*(x.double() for x in (given.x, given.weight_ih, given.bias_ih)))
         for one, two, right in zip((*ours, projected), (*again, projected), (*exact, expected), strict=True):
             if one is not None:
                 assert torch.equal(one, two)
-                assert error(one, right) < TOLERANCE[dtype, rounds], (cell, size, h0, reverse, resets)
+                assert error(one, right) < TOLERANCE[dtype, tf32], (cell, size, h0, reverse, resets)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "rounds"), TOLERANCE)
-def test_projections_of_small_layers_match_float64(dtype, rounds, nan_memory):
+@pytest.mark.parametrize(("dtype", "tf32"), TOLERANCE)
+def test_projections_of_small_layers_match_float64(dtype, tf32, nan_memory):
     torch.manual_seed(0)
     for (batch, steps, channels, hidden), biased in itertools.product(SIZES, (False, True)):
         x, weight = torch.randn(steps, channels, batch).transpose(1, 2).flatten(0, 1), torch.randn(hidden, channels)
@@ -278,11 +278,11 @@ def test_projections_of_small_layers_match_float64(dtype, rounds, nan_memory):
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         into = torch.empty(steps * batch, hidden, device="cuda", dtype=dtype)
         product = x, weight, bias
-        assert error(*small.linear(rounds, (*product, None)), exact) < TOLERANCE[dtype, rounds]
-        first, second = small.linear(rounds, (x + 1, weight, bias, None), (*product, into))
+        assert error(*small.linear(tf32, (*product, None)), exact) < TOLERANCE[dtype, tf32]
+        first, second = small.linear(tf32, (x + 1, weight, bias, None), (*product, into))
         assert second is into
-        assert torch.equal(first, *small.linear(rounds, (x + 1, weight, bias, None)))
-        assert error(into, exact) < TOLERANCE[dtype, rounds]
+        assert torch.equal(first, *small.linear(tf32, (x + 1, weight, bias, None)))
+        assert error(into, exact) < TOLERANCE[dtype, tf32]
 
 
 @pytest.mark.gpu

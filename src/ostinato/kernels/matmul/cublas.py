@@ -93,12 +93,12 @@ def _destroy(created: list[tuple[Any, c_void_p]]) -> None:
 class _Product:
     """A product of matrices of some layouts."""
 
-    def __init__(self, a: _Layout, b: _Layout, alignment: int, biased: bool, rounds: bool) -> None:
+    def __init__(self, a: _Layout, b: _Layout, alignment: int, biased: bool, tf32: bool) -> None:
         self._created: list[tuple[Any, c_void_p]] = []
         # Not as the interpreter ends: what other threads have kept goes last, when foreign functions may abort.
         weakref.finalize(self, _destroy, self._created).atexit = False
         # cuBLAS's matrices have contiguous columns, so it computes the transposed product of the transposed factors.
-        self._description = self._create("MatmulDesc", _COMPUTE[rounds], _FLOAT32)
+        self._description = self._create("MatmulDesc", _COMPUTE[tf32], _FLOAT32)
         for attribute, value in ((_TRANSPOSE_A, b.is_transposed), (_TRANSPOSE_B, a.is_transposed)):
             self._set("MatmulDesc", self._description, attribute, c_int(value))
         if biased:
@@ -168,7 +168,7 @@ _thread = _Thread()
 
 
 def multiply(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None, adds: bool = False, *, rounds: bool
+    a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None, adds: bool = False, *, tf32: bool
 ) -> Tensor:
     """``a @ b``, plus a bias for each column.
 
@@ -177,12 +177,12 @@ def multiply(
         bias: (N,).
         out: (M, N), contiguous; changed in place and returned.
         adds: whether it is added to what `out` holds.
-        rounds: whether a and b may be rounded to tf32.
+        tf32: whether a and b may be rounded to tf32.
     """
     device = a.get_device()
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
-            return multiply(a, b, bias, out, adds, rounds=rounds)
+            return multiply(a, b, bias, out, adds, tf32=tf32)
     a, b = _laid_out(a), _laid_out(b)
     columns = b.shape[1]
     if out is None:
@@ -191,12 +191,12 @@ def multiply(
     addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
     low = addresses[0] | addresses[1] | addresses[2] | 256
     alignment = low & -low
-    key = device, a.shape, a.stride(), b.shape, b.stride(), alignment, bias is not None, rounds
+    key = device, a.shape, a.stride(), b.shape, b.stride(), alignment, bias is not None, tf32
     product = _thread.products.get(key)
     if product is None:
         if len(_thread.products) >= _MOST_PREPARED:
             _thread.products.clear()
-        product = _Product(_layout_of(a), _layout_of(b), alignment, bias is not None, rounds)
+        product = _Product(_layout_of(a), _layout_of(b), alignment, bias is not None, tf32)
         _thread.products[key] = product
     product(*addresses, 0 if bias is None else bias.data_ptr(), adds, device)
     return out

@@ -1,6 +1,6 @@
 """The GEMM before every layer, and those of its gradients: the fastest of torch's implementations.
 
-``rounds`` says whether float32 may be rounded to tf32 on a GPU; if it is None, torch's switch for products does.
+``tf32`` says whether float32 may be rounded to tf32 on a GPU; if it is None, torch's switch for products does.
 """
 
 import functools
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.matmul import convolution, cublas
-from ostinato.kernels.matmul.precision import products_round
+from ostinato.kernels.matmul.precision import products_allow_tf32
 from ostinato.kernels.operators.eager import is_eager
 
 LONG, WIDE = 8192, 1024  # rows and width from which a transposition pays off
@@ -22,29 +22,29 @@ LINE = 16  # bytes, at multiples of which rows begin that GPUs multiply at full 
 LARGE = 2**34  # multiply-adds, from which copies pay off whose rows do, for the host too, which has to launch them
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, rounds: bool | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)``; eager calls choose the fastest implementation.  With `rounds`, no gradients."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tf32: bool | None = None) -> Tensor:
+    """``F.linear(x, weight, bias)``; eager calls choose the fastest implementation.  With `tf32`, no gradients."""
     if x.dim() == 2 and not torch.compiler.is_compiling() and x.shape[0] < convolution.LEAST_ROWS:
-        return _linear(x, weight, bias, rounds)  # before the checks for what pays off with more rows
+        return _linear(x, weight, bias, tf32)  # before the checks for what pays off with more rows
     if x.is_cpu:
         if is_eager([x, weight]):
             return _linear_cpu(x, weight, bias)
-    elif _is_faster_padded(x, weight, weight.shape[0], rounds):
+    elif _is_faster_padded(x, weight, weight.shape[0], tf32):
         rows, columns = (_missing(x, size) for size in weight.shape)
         bias = None if bias is None else F.pad(bias, (0, rows))
         padded = F.pad(x, (0, columns)), F.pad(weight, (0, columns, 0, rows)), bias
-        return _first(linear(*padded, rounds), weight.shape[0])
-    elif rounds is None and _is_trained(weight) and _is_faster_transposed(x, weight, weight.shape[0]):
+        return _first(linear(*padded, tf32), weight.shape[0])
+    elif tf32 is None and _is_trained(weight) and _is_faster_transposed(x, weight, weight.shape[0]):
         return _Transposing.apply(x, weight, bias)
-    return _linear(x, weight, bias, rounds)
+    return _linear(x, weight, bias, tf32)
 
 
-def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, rounds: bool) -> Tensor:
+def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tf32: bool) -> Tensor:
     """:func:`linear` of (rows, channels), written to `out`."""
-    if _is_cublas(x, weight, rounds):
-        return cublas.multiply(x, weight.T, bias, out, rounds=rounds)
-    if _is_faster_padded(x, weight, weight.shape[0], rounds):
-        return out.copy_(linear(x, weight, bias, rounds))
+    if _is_cublas(x, weight, tf32):
+        return cublas.multiply(x, weight.T, bias, out, tf32=tf32)
+    if _is_faster_padded(x, weight, weight.shape[0], tf32):
+        return out.copy_(linear(x, weight, bias, tf32))
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 
@@ -52,21 +52,21 @@ def _is_trained(weight: Tensor) -> bool:
     return torch.is_grad_enabled() and weight.requires_grad
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, rounds: bool | None) -> Tensor:
-    if rounds is not None and _is_cublas(x, weight, rounds):
-        return cublas.multiply(x, weight.T, bias, rounds=rounds)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, tf32: bool | None) -> Tensor:
+    if tf32 is not None and _is_cublas(x, weight, tf32):
+        return cublas.multiply(x, weight.T, bias, tf32=tf32)
     return F.linear(x, weight, bias)
 
 
-def _matmul(a: Tensor, b: Tensor, rounds: bool | None) -> Tensor:
-    if rounds is not None and _is_cublas(a, b, rounds):
-        return cublas.multiply(a, b, rounds=rounds)
+def _matmul(a: Tensor, b: Tensor, tf32: bool | None) -> Tensor:
+    if tf32 is not None and _is_cublas(a, b, tf32):
+        return cublas.multiply(a, b, tf32=tf32)
     return a @ b
 
 
-def _is_cublas(a: Tensor, b: Tensor, rounds: bool) -> bool:
+def _is_cublas(a: Tensor, b: Tensor, tf32: bool) -> bool:
     """Whether torch's product would round, and this must not, or the other way."""
-    return a.is_cuda and a.dtype == torch.float32 and rounds != products_round() and is_eager([a, b])
+    return a.is_cuda and a.dtype == torch.float32 and tf32 != products_allow_tf32() and is_eager([a, b])
 
 
 class _Transposing(torch.autograd.Function):
@@ -114,7 +114,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def _is_faster_padded(x: Tensor, other: Tensor, width: int, rounds: bool | None) -> bool:
+def _is_faster_padded(x: Tensor, other: Tensor, width: int, tf32: bool | None) -> bool:
     """Whether copies pay off, in an eager call on a GPU, whose rows begin at multiples of 16 bytes.
 
     Of others, (rows, channels) and `width` columns, cuBLAS's products take three to five times as long.
@@ -126,7 +126,7 @@ def _is_faster_padded(x: Tensor, other: Tensor, width: int, rounds: bool | None)
         and x.numel() * width >= LARGE
         and not torch.compiler.is_compiling()
         and is_eager([x, other])
-        and (x.itemsize == 2 or (x.dtype == torch.float32 and (products_round() if rounds is None else rounds)))
+        and (x.itemsize == 2 or (x.dtype == torch.float32 and (products_allow_tf32() if tf32 is None else tf32)))
         and not torch.is_autocast_enabled("cuda")
     )
 
@@ -147,7 +147,7 @@ def _first(x: Tensor, columns: int) -> Tensor:
     return x if x.shape[-1] == columns else x[..., :columns].contiguous()
 
 
-def _is_faster_transposed(x: Tensor, other: Tensor, width: int, rounds: bool | None = None) -> bool:
+def _is_faster_transposed(x: Tensor, other: Tensor, width: int, tf32: bool | None = None) -> bool:
     """Whether transposing pays off in the GEMM for the gradient of a weight of that width, in an eager call.
 
     Hopper's tensor cores take tf32 operands only if K-major (contiguous along the summed dimension).  cuBLAS's kernels
@@ -160,7 +160,7 @@ def _is_faster_transposed(x: Tensor, other: Tensor, width: int, rounds: bool | N
         and width >= WIDE
         and x.shape[:-1].numel() >= LONG
         and is_eager([x, other])
-        and (products_round() if rounds is None else rounds)
+        and (products_allow_tf32() if tf32 is None else tf32)
         and not torch.is_autocast_enabled("cuda")
         and _can_transpose(x.get_device())
     )
@@ -198,46 +198,46 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product(rows, weight, bias).view(*x.shape[:-1], -1)
 
 
-def gradient_of_input(grad: Tensor, weight: Tensor, rounds: bool | None = None) -> Tensor:
+def gradient_of_input(grad: Tensor, weight: Tensor, tf32: bool | None = None) -> Tensor:
     """``grad @ weight`` of (..., width) and (width, channels), the input's gradient of :func:`linear`, and as fast."""
     if grad.is_cpu:
         return linear(grad, weight.T)
     channels = weight.shape[1]
     if not torch.is_grad_enabled():
-        if _is_faster_padded(grad, weight, channels, rounds):
+        if _is_faster_padded(grad, weight, channels, tf32):
             grad = _padded(grad)
             weight = F.pad(weight, (0, _missing(weight, channels), 0, grad.shape[-1] - len(weight)))
-        if _is_faster_transposed(grad, weight, weight.shape[0], rounds):
+        if _is_faster_transposed(grad, weight, weight.shape[0], tf32):
             weight = transposed(weight).T
-    return _first(_matmul(grad, weight, rounds), channels)
+    return _first(_matmul(grad, weight, tf32), channels)
 
 
-def transposes(grad: Tensor, x: Tensor, rounds: bool | None) -> bool:
+def transposes(grad: Tensor, x: Tensor, tf32: bool | None) -> bool:
     """Whether :func:`gradient_of_weight` transposes x, and so leaves out rows of it without another copy."""
     is_alone = grad.dtype == x.dtype and not torch.is_grad_enabled()
-    return is_alone and _is_faster_transposed(x, grad, grad.shape[1], rounds)
+    return is_alone and _is_faster_transposed(x, grad, grad.shape[1], tf32)
 
 
-def gradient_of_weight(grad: Tensor, x: Tensor, zeroed: Tensor | None = None, rounds: bool | None = None) -> Tensor:
+def gradient_of_weight(grad: Tensor, x: Tensor, zeroed: Tensor | None = None, tf32: bool | None = None) -> Tensor:
     """``grad.T @ x`` of (rows, width) and (rows, channels), the weight's gradient of :func:`linear`, and as fast.
 
     Rows of x where `zeroed`, a bool tensor, count as zeros.
     """
     width, channels = grad.shape[1], x.shape[1]
-    if not torch.is_grad_enabled() and _is_faster_padded(x, grad, width, rounds):
+    if not torch.is_grad_enabled() and _is_faster_padded(x, grad, width, tf32):
         grad, x = _padded(grad), _padded(x)
-    if transposes(grad, x, rounds):
-        return _first(_matmul(grad.T, transposed(x, zeroed).T, rounds)[:width], channels)
+    if transposes(grad, x, tf32):
+        return _first(_matmul(grad.T, transposed(x, zeroed).T, tf32)[:width], channels)
     if zeroed is not None:
         x = torch.where(zeroed[:, None], 0.0, x)
     own = x.is_cpu and grad.dtype == x.dtype and is_eager([grad, x])
     if own and convolution.is_faster(x, width):
         return convolution.gradient_of_weight(grad, x)
-    return _first(_matmul(grad.T, x, rounds)[:width], channels)
+    return _first(_matmul(grad.T, x, tf32)[:width], channels)
 
 
-def add_product(onto: Tensor, a: Tensor, b: Tensor, rounds: bool | None) -> Tensor:
+def add_product(onto: Tensor, a: Tensor, b: Tensor, tf32: bool | None) -> Tensor:
     """``onto.addmm_(a, b)`` of a contiguous matrix."""
-    if rounds is not None and _is_cublas(a, b, rounds):
-        return cublas.multiply(a, b, out=onto, adds=True, rounds=rounds)
+    if tf32 is not None and _is_cublas(a, b, tf32):
+        return cublas.multiply(a, b, out=onto, adds=True, tf32=tf32)
     return onto.addmm_(a, b)

@@ -75,11 +75,11 @@ class Product(NamedTuple):
 class Products:
     """Prepared products of tensors of a dtype, float32 or of 16 bits, on a GPU; called with the tensors.
 
-    They come in groups, each of which is computed as it would be alone, to the same bits.  ``rounds`` says whether
+    They come in groups, each of which is computed as it would be alone, to the same bits.  ``tf32`` says whether
     float32 may be rounded to tf32.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Product]], dtype: torch.dtype, rounds: bool, device: int) -> None:
+    def __init__(self, groups: Sequence[Sequence[Product]], dtype: torch.dtype, tf32: bool, device: int) -> None:
         assert sum(map(len, groups)) <= _PRODUCTS, "the kernel's parameters have room for no more"
         cluster, processors = cluster_of(device), torch.cuda.get_device_properties(device).multi_processor_count
         each = [pair for own in groups for pair in zip(own, sharers_of(own, cluster, processors), strict=True)]
@@ -87,7 +87,7 @@ class Products:
         packed = b"".join(product.packed(own, cluster) for product, own in each)
         self._packed = packed.ljust(_PRODUCTS * _PRODUCT.size, b"\0")
         self._blocks = sum(product.blocks(own, cluster) for product, own in each)
-        self._kernel, self._device = nvrtc.load_kernel("products", *source(dtype, rounds, cluster), device), device
+        self._kernel, self._device = nvrtc.load_kernel("products", *source(dtype, tf32, cluster), device), device
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Compute them; None for tensors that none of them has."""
@@ -127,11 +127,11 @@ def sharers_of(products: Sequence[Product], cluster: int, processors: int) -> li
     return [best[size.bit_length()] if size else WARPS for size in slabs]
 
 
-def source(dtype: torch.dtype, rounds: bool, cluster: int) -> tuple[str, nvrtc.Macros]:
+def source(dtype: torch.dtype, tf32: bool, cluster: int) -> tuple[str, nvrtc.Macros]:
     """CUDA C++ and its preprocessor definitions."""
     narrow = dtype.itemsize == 2
     sizes = ("TILE", TILE), ("SLAB", SLAB), ("WARPS", WARPS), ("BLOCKS", BLOCKS), ("CLUSTER", cluster)
     room = ("TENSORS", _TENSORS), ("PRODUCTS", _PRODUCTS)
-    scalar = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 2 if narrow else 1), ("TENSOR_CORES", int(rounds or narrow))
+    scalar = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 2 if narrow else 1), ("TENSOR_CORES", int(tf32 or narrow))
     files = "cuda/numeric.cuh", "cuda/barriers.cuh", "cuda/row_sums.cuh", "matmul/grouped.cu"
     return nvrtc.source(*files), (*scalar, *sizes, *room)

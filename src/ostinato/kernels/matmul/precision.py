@@ -11,16 +11,16 @@ from ostinato.kernels.matmul import cublas
 _precision = torch._C._get_fp32_precision_getter  # torch.backends' own, whose attributes take ten times as long
 
 
-def products_round() -> bool:
-    """Whether PyTorch's products may be."""
+def products_allow_tf32() -> bool:
+    """Whether PyTorch's own products of float32 may be rounded to tf32."""
     return _precision("cuda", "matmul") == "tf32"
 
 
-def layers_round(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether those in RNN, GRU and LSTM may be."""
+def layers_allow_tf32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether those in RNN, GRU and LSTM may be; never of other dtypes, nor elsewhere than on a GPU."""
     if device.type != "cuda" or dtype != torch.float32:
         return False
-    return _precision("cuda", "rnn") == "tf32" if cublas.is_loaded() else products_round()
+    return _precision("cuda", "rnn") == "tf32" if cublas.is_loaded() else products_allow_tf32()
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.matmul.precision import layers_round
+from ostinato.kernels.matmul.precision import layers_allow_tf32
 from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.interface import Kernels, KernelsOfCPU, KernelsOfGPU, LayerStep, Step
 from ostinato.kernels.persistent.masks import block_of
@@ -45,7 +45,7 @@ def plan_layer(mask_hh: Tensor | None, call: Call) -> Plan:
 
     Raises RuntimeError, which is not cached, where a later call may succeed, as after a lack of free memory.
     """
-    key = call, layers_round(call.device, call.dtype)
+    key = call, layers_allow_tf32(call.device, call.dtype)
     return _plan_dense(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _plan(mask_hh, *key))
 
 
@@ -69,7 +69,7 @@ def layers_at_once(mask_hh: Tensor | None, call: Call, layers: int) -> int:
     """How many of so many stacked layers run at the same time, cached as :func:`plan_layer`; ``call`` is one's."""
     if layers == 1 or call.device.type not in WAVEFRONT_DEVICES or not nvrtc.can_launch():
         return 1
-    key = call, layers_round(call.device, call.dtype), layers
+    key = call, layers_allow_tf32(call.device, call.dtype), layers
     return _dense_at_once(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _at_once(mask_hh, *key))
 
 

@@ -39,7 +39,7 @@ def back_through_time_of_both(executor: Executor, *calls: tuple) -> list[tuple[T
     found = as_gpu(executor.kernels).backward_both(*runs)
     of_each = [(given, h, own, needed) for (given, h, *_, needed), own in zip(each, found, strict=True)]
     if executor.small is not None:
-        return executor.small.gradients(executor.rounds, *of_each)
+        return executor.small.gradients(executor.tf32, *of_each)
     return [gradients(executor, *own) for own in of_each]
 
 
@@ -79,26 +79,26 @@ def gradients(executor: Executor, given: Arguments, h: Tensor, found: Found, nee
 
     ``found`` is what the kernels' backward returns.
     """
-    kernels, _, rounds, small = executor
+    kernels, _, tf32, small = executor
     if small is not None:
-        return small.gradients(rounds, (given, h, found, needed))[0]
+        return small.gradients(tf32, (given, h, found, needed))[0]
     grads, grad_h0, grad_c0, totals = found
     hidden, cell, gru = given.weight_hh.shape[1], given.cell, given.cell == "gru"
     inputs, recurrent = of_input(grads, cell), grads[:, : 3 * hidden] if gru else grads
     of_biases: Any = kernels.gradients_of_biases(totals, grads.dtype, cell) if needed & _OF_BIASES else None
 
     def of_weight_hh() -> Tensor:
-        found = _weight_gradient_by_rows(recurrent, h, given.layer, rounds)
+        found = _weight_gradient_by_rows(recurrent, h, given.layer, tf32)
         if found is None:
             before = kernels.previous(h, given.h0, given.sequences)
-            found = gradient_of_weight(recurrent, before, rounds=rounds)
+            found = gradient_of_weight(recurrent, before, tf32=tf32)
         return found.roll(-hidden, 0) if gru else found
 
     compute: tuple[Callable[[], Any], ...] = (
-        lambda: gradient_of_input(inputs, given.weight_ih, rounds),
+        lambda: gradient_of_input(inputs, given.weight_ih, tf32),
         lambda: grad_h0,
         lambda: grad_c0,
-        lambda: gradient_of_weight(inputs, given.x, rounds=rounds),
+        lambda: gradient_of_weight(inputs, given.x, tf32=tf32),
         of_weight_hh,
         lambda: of_biases[0],
         lambda: of_biases[1],
@@ -114,18 +114,18 @@ def of_input(grads: Tensor, cell: str) -> Tensor:
     return grads[:, grads.shape[1] // 4 :] if cell == "gru" else grads
 
 
-def _weight_gradient_by_rows(grad: Tensor, h: Tensor, layer: Layer, rounds: bool) -> Tensor | None:
+def _weight_gradient_by_rows(grad: Tensor, h: Tensor, layer: Layer, tf32: bool) -> Tensor | None:
     """The gradient of the recurrent weights, if the states before all steps but the first are simply rows of h.
 
     On CPUs it is left out: their number would not be round.
     """
     batch, offsets, resets, reverse = layer.sequences
-    if not h.is_cuda or offsets is not None or not (resets is None or transposes(grad, h, rounds)):
+    if not h.is_cuda or offsets is not None or not (resets is None or transposes(grad, h, tf32)):
         return None
     first, others = (slice(-batch, None), slice(-batch)) if reverse else (slice(batch), slice(batch, None))
     earlier, zeroed = h[batch:] if reverse else h[:-batch], None if resets is None else resets[others]
-    found = gradient_of_weight(grad[others], earlier, zeroed, rounds)
+    found = gradient_of_weight(grad[others], earlier, zeroed, tf32)
     if layer.h0 is None:
         return found
     start = layer.h0 if resets is None else torch.where(resets[first, None], 0.0, layer.h0)
-    return add_product(found, grad[first].T, start, rounds)
+    return add_product(found, grad[first].T, start, tf32)

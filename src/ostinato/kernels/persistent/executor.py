@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ostinato.kernels.matmul import cublas
 from ostinato.kernels.matmul.gemm import linear, linear_into
-from ostinato.kernels.matmul.precision import layers_round
+from ostinato.kernels.matmul.precision import layers_allow_tf32
 from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.arguments import Arguments, Layer
 from ostinato.kernels.persistent.backends import as_gpu, is_captured, kernels_on, plan_layer
@@ -25,7 +25,7 @@ class Executor(NamedTuple):
 
     kernels: Kernels  # the device's, or the reference
     plan: Plan
-    rounds: bool  # whether products of float32 may be rounded to tf32
+    tf32: bool  # whether products of float32 may be rounded to tf32
     small: SmallProducts | None  # of a small layer
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -41,7 +41,7 @@ class Executor(NamedTuple):
         with without_autocast(each[0].x.device.type):
             products = [(given.x, given.weight_ih, given.bias_ih) for given in each]
             if self.small is not None:
-                projected = self.small.linear(self.rounds, *((*product, None) for product in products))
+                projected = self.small.linear(self.tf32, *((*product, None) for product in products))
             else:
                 projected = [self.project(*product) for product in products]
             runs = [(given.layer, x, self.plan, given.training) for given, x in zip(each, projected, strict=True)]
@@ -51,8 +51,8 @@ class Executor(NamedTuple):
     def project(self, x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor | None = None) -> Tensor:
         """The product with the input, written `into` this tensor, if given."""
         if self.small is not None:
-            return self.small.linear(self.rounds, (x, weight, bias, into))[0]
-        product = x, weight, bias, self.rounds
+            return self.small.linear(self.tf32, (x, weight, bias, into))[0]
+        product = x, weight, bias, self.tf32
         return linear(*product) if into is None else linear_into(into, *product)
 
     def layer_of(self, given: Arguments) -> Layer:
@@ -80,7 +80,7 @@ def executor_of(*args: Any, bidirectional: bool = False) -> Executor:
     if captured:
         cublas.create_handle(given.x.device)
     small = _products_of_small(kernels, given, captured)
-    return Executor(kernels, plan, layers_round(given.x.device, given.x.dtype), small)
+    return Executor(kernels, plan, layers_allow_tf32(given.x.device, given.x.dtype), small)
 
 
 def _products_of_small(kernels: Kernels, given: Arguments, captured: bool) -> SmallProducts | None:

@@ -29,14 +29,14 @@ class SmallProducts(Protocol):
     ) -> bool:
         """Whether the products of so many rows with matrices of (width, channels) are better computed here."""
 
-    def linear(self, rounds: bool, /, *products: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> list[Tensor]:
+    def linear(self, tf32: bool, /, *products: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> list[Tensor]:
         """The product of each input, weights and bias, written to its fourth tensor, if given.
 
-        ``rounds``: whether float32 may be rounded to tf32.
+        ``tf32``: whether float32 may be rounded to tf32.
         """
 
     def gradients(
-        self, rounds: bool, /, *directions: tuple[Arguments, Tensor, Found, int]
+        self, tf32: bool, /, *directions: tuple[Arguments, Tensor, Found, int]
     ) -> list[tuple[Tensor | None, ...]]:
         """The gradients of each's DIFFERENTIABLE inputs, of h and what ``backward`` has found, as far as needed."""
 

@@ -77,7 +77,7 @@ class Wavefront(NamedTuple):
             i, chunk = len(layers) - 1 - depth, self.chunks - 1 - link
             if i not in passed:
                 return ()
-            (kernels, plan, rounds, _), layer = self.executors[i], layers[i]
+            (kernels, plan, tf32, _), layer = self.executors[i], layers[i]
             own = given[i]._replace(sequences=sequences[i][chunk])
             if chunk:
                 own = _continued(own, saved[i][chunk - 1])
@@ -86,7 +86,7 @@ class Wavefront(NamedTuple):
             _, *states[i], _ = as_gpu(kernels).backward(own, saved[i][chunk], upstream, plan, into)
             if i == passed[0]:
                 return states[i]
-            of_x = gradient_of_input(of_input(into[0], layer.cell), layer.weight_ih, rounds)
+            of_x = gradient_of_input(of_input(into[0], layer.cell), layer.weight_ih, tf32)
             of_outputs[i - 1][chunk] = sum_of(of_outputs[i - 1][chunk], times(of_x, factors[i][chunk]))
             return of_outputs[i - 1][chunk], *states[i]
 

@@ -121,7 +121,7 @@ def _plan_of_share(
     cell, hidden_size, batch, *_ = layer
 
     def choose(backward: bool, path: KernelPath | None) -> Plan:
-        exact = not (tf32 and cudnn.rounds(cell, hidden_size, batch, backward))
+        exact = not (tf32 and cudnn.uses_tf32(cell, hidden_size, batch, backward))
         given: Any = *layer, torch.cuda.get_device_properties(index), share, path
         return choose_geometry(*given, backward=backward, exact=exact, distributed=distributed)
 

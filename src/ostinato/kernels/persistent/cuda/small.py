@@ -35,11 +35,11 @@ def is_small(
     return rows <= most_rows and weights <= MOST_WEIGHTS and rows * weights <= (most if training else most // 4)
 
 
-def linear(rounds: bool, *products: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> list[Tensor]:
+def linear(tf32: bool, *products: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> list[Tensor]:
     """``F.linear`` of each input, weight and bias of the same shapes, written to its fourth tensor, if given."""
     x, weight, bias, _ = products[0]
     (rows, channels), width = x.shape, weight.shape[0]
-    run = _linear(len(products), rows, channels, width, bias is not None, x.dtype, rounds, x.get_device())
+    run = _linear(len(products), rows, channels, width, bias is not None, x.dtype, tf32, x.get_device())
     tensors: list[Any] = []
     for x, weight, bias, out in products:
         bias = None if bias is None else bias.contiguous()
@@ -50,13 +50,13 @@ def linear(rounds: bool, *products: tuple[Tensor, Tensor, Tensor | None, Tensor 
 
 @functools.lru_cache(4096)
 def _linear(
-    count: int, rows: int, channels: int, width: int, biased: bool, dtype: torch.dtype, rounds: bool, device: int
+    count: int, rows: int, channels: int, width: int, biased: bool, dtype: torch.dtype, tf32: bool, device: int
 ) -> Products:
     each = []
     for x, weight, bias, out in (range(first, first + 4) for first in range(0, 4 * count, 4)):
         pair = Factor(x, channels, 1), Factor(weight, channels, 1), channels
         each.append([Product([pair], rows, width, out, bias=bias if biased else None)])
-    return Products(each, dtype, rounds, device)
+    return Products(each, dtype, tf32, device)
 
 
 class Sizes(NamedTuple):
@@ -73,7 +73,7 @@ class Sizes(NamedTuple):
     made: tuple[str, ...]  # the gradients, of _PRODUCTS
 
 
-def gradients(rounds: bool, *directions: tuple[Arguments, Tensor, Found, int]) -> list[tuple[Tensor | None, ...]]:
+def gradients(tf32: bool, *directions: tuple[Arguments, Tensor, Found, int]) -> list[tuple[Tensor | None, ...]]:
     """Those of the DIFFERENTIABLE inputs of one direction of a layer, or of both.
 
     Each is given its arguments, h, what the backward's loop has found, and whose gradients are needed, by bits; others
@@ -83,7 +83,7 @@ def gradients(rounds: bool, *directions: tuple[Arguments, Tensor, Found, int]) -
     how = tuple([own for own, _, _ in each])
     if any(own.made for own in how):
         given, h, *_ = directions[0]
-        run = _prepared(given.cell, how, h.dtype, rounds, h.get_device())
+        run = _prepared(given.cell, how, h.dtype, tf32, h.get_device())
         run(*[x for _, tensors, _ in each for x in tensors])
     return [gradients for *_, gradients in each]
 
@@ -110,9 +110,9 @@ def _of_direction(
 
 
 @functools.lru_cache(4096)
-def _prepared(cell: str, directions: tuple[Sizes, ...], dtype: torch.dtype, rounds: bool, device: int) -> Products:
+def _prepared(cell: str, directions: tuple[Sizes, ...], dtype: torch.dtype, tf32: bool, device: int) -> Products:
     each = [products_of_gradients(cell, number, own) for number, own in enumerate(directions)]
-    return Products(each, dtype, rounds, device)
+    return Products(each, dtype, tf32, device)
 
 
 def products_of_gradients(cell: str, number: int, sizes: Sizes) -> list[Product]:

@@ -18,7 +18,7 @@ def is_one_launch(call: Call) -> bool:
     return is_small and not call.packed and call.dtype in (torch.float32, torch.float16)
 
 
-def rounds(cell: str, hidden_size: int, batch: int, backward: bool) -> bool:
+def uses_tf32(cell: str, hidden_size: int, batch: int, backward: bool) -> bool:
     """Whether what is multiplied with the recurrent weights is rounded to tf32 in float32 layers, where it may be.
 
     Beyond small layers cuDNN keeps the states of some batches exact, of RNNs up to 512 units.  That matters to relu,
