@@ -16,7 +16,7 @@ from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, INPUTS, NEEDED_BITS, Arguments, Layer, Saved
 from ostinato.kernels.persistent.backends import as_gpu
 from ostinato.kernels.persistent.executor import Executor
-from ostinato.kernels.persistent.interface import Found
+from ostinato.kernels.persistent.interface import LoopGradients
 
 _OF_BIASES = sum(bit for bit, name in zip(NEEDED_BITS, DIFFERENTIABLE, strict=True) if name.startswith("bias"))
 
@@ -74,15 +74,17 @@ def _recomputed(given: Arguments, h_prev: Tensor) -> tuple[Tensor, Tensor | None
     return pre, linear(h_prev, weight_hh[added:], None if bias_hh is None else bias_hh[added:])
 
 
-def gradients(executor: Executor, given: Arguments, h: Tensor, found: Found, needed: int) -> tuple[Tensor | None, ...]:
+def gradients(
+    executor: Executor, given: Arguments, h: Tensor, of_loop: LoopGradients, needed: int
+) -> tuple[Tensor | None, ...]:
     """The gradients of the DIFFERENTIABLE inputs, None unless its bit is set in `needed`.
 
-    ``found`` is what the kernels' backward returns.
+    ``of_loop`` is what the kernels' backward returns.
     """
     kernels, _, tf32, small = executor
     if small is not None:
-        return small.gradients(tf32, (given, h, found, needed))[0]
-    grads, grad_h0, grad_c0, totals = found
+        return small.gradients(tf32, (given, h, of_loop, needed))[0]
+    grads, grad_h0, grad_c0, totals = of_loop
     hidden, cell, gru = given.weight_hh.shape[1], given.cell, given.cell == "gru"
     inputs, recurrent = of_input(grads, cell), grads[:, : 3 * hidden] if gru else grads
     of_biases: Any = kernels.gradients_of_biases(totals, grads.dtype, cell) if needed & _OF_BIASES else None

@@ -11,7 +11,7 @@ from ostinato.kernels.matmul.precision import layers_allow_tf32
 from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.arguments import Arguments, Layer
 from ostinato.kernels.persistent.backends import as_gpu, is_captured, kernels_on, plan_layer
-from ostinato.kernels.persistent.interface import Kernels, Results, SmallProducts
+from ostinato.kernels.persistent.interface import ForwardResults, Kernels, SmallProducts
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.persistent.results import kept_widths
@@ -64,7 +64,7 @@ class Executor(NamedTuple):
         return layer._replace(weight_hh=torch.where(mask, layer.weight_hh, 0.0))
 
 
-def _results(given: Arguments, projected: Tensor, found: Results) -> tuple:
+def _results(given: Arguments, projected: Tensor, found: ForwardResults) -> tuple:
     """The operator's results, None for those that are absent, of what a forward returns."""
     output, h_n, c_n, c = found
     c_width, gates_width = kept_widths(given)

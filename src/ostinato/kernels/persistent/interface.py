@@ -14,10 +14,10 @@ from ostinato.kernels.persistent.arguments import Arguments, Layer, Saved
 from ostinato.kernels.persistent.plan import Call, KernelPath, Plan
 from ostinato.kernels.persistent.sequences import Sequences
 
-Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+ForwardResults = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """What ``forward`` returns, see ``reference.py``: output, h_n, c_n, and what is kept for the backward."""
 
-Found = tuple[Tensor, Tensor, Tensor | None, Tensor]
+LoopGradients = tuple[Tensor, Tensor, Tensor | None, Tensor]
 """What ``backward`` returns: gradients of the gates, before their activations, of h0 and c0, and rows to sum."""
 
 
@@ -36,7 +36,7 @@ class SmallProducts(Protocol):
         """
 
     def gradients(
-        self, tf32: bool, /, *directions: tuple[Arguments, Tensor, Found, int]
+        self, tf32: bool, /, *directions: tuple[Arguments, Tensor, LoopGradients, int]
     ) -> list[tuple[Tensor | None, ...]]:
         """The gradients of each's DIFFERENTIABLE inputs, of h and what ``backward`` has found, as far as needed."""
 
@@ -91,10 +91,12 @@ class Kernels(Protocol):
     def keeps_gates(self, cell: str, /) -> bool:
         """Whether ``forward`` leaves the gates' pre-activations in `projected` for ``backward``."""
 
-    def forward(self, layer: Layer, projected: Tensor, plan: Plan, keep: bool, /) -> Results:
+    def forward(self, layer: Layer, projected: Tensor, plan: Plan, keep: bool, /) -> ForwardResults:
         """As :func:`ostinato.kernels.persistent.reference.forward`, as are the others the reference's."""
 
-    def backward(self, layer: Layer, saved: Saved, upstream: Sequence[Tensor | None], plan: Plan, /) -> Found: ...
+    def backward(
+        self, layer: Layer, saved: Saved, upstream: Sequence[Tensor | None], plan: Plan, /
+    ) -> LoopGradients: ...
 
     def gradients_of_biases(self, totals: Tensor, dtype: torch.dtype, cell: str, /) -> tuple[Tensor, Tensor]: ...
 
@@ -143,7 +145,7 @@ class KernelsOfGPU(Kernels, Protocol):
 
     def forward(
         self, layer: Layer, projected: Tensor, plan: Plan, keep: bool, into: tuple[Tensor, Tensor] | None = None, /
-    ) -> Results:
+    ) -> ForwardResults:
         """As that of :class:`Kernels`; the output and what is kept of cells are written `into` these, if given."""
 
     def backward(
@@ -154,13 +156,13 @@ class KernelsOfGPU(Kernels, Protocol):
         plan: Plan,
         into: tuple[Tensor, Tensor] | None = None,
         /,
-    ) -> Found:
+    ) -> LoopGradients:
         """As that of :class:`Kernels`; the gradients of gates and their totals are written `into` these, if given."""
 
-    def forward_both(self, *directions: tuple[Layer, Tensor, Plan, bool]) -> list[Results]:
+    def forward_both(self, *directions: tuple[Layer, Tensor, Plan, bool]) -> list[ForwardResults]:
         """``forward`` of both directions of a layer in one launch, given the arguments of each, by a plan for that."""
 
-    def backward_both(self, *directions: tuple[Layer, Saved, Sequence[Tensor | None], Plan]) -> list[Found]:
+    def backward_both(self, *directions: tuple[Layer, Saved, Sequence[Tensor | None], Plan]) -> list[LoopGradients]:
         """``backward`` of both directions, as that."""
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from ostinato.kernels.matmul import cublas
 from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cuda.launch import launch
-from ostinato.kernels.persistent.interface import Found, Results
+from ostinato.kernels.persistent.interface import ForwardResults, LoopGradients
 from ostinato.kernels.persistent.plan import Plan, keeps_gates
 
 
 def forward(
     layer: Layer, projected: Tensor, plan: Plan, keep: bool, into: tuple[Tensor, Tensor] | None = None
-) -> Results:
+) -> ForwardResults:
     """All steps of a layer; see :mod:`ostinato.kernels.persistent.reference`.
 
     With ``keep``, where :func:`keeps_gates`, `projected` is overwritten with the backward's `pre`, and c is a GRU's
@@ -31,7 +31,7 @@ def forward(
     return results
 
 
-def forward_both(*directions: tuple[Layer, Tensor, Plan, bool]) -> list[Results]:
+def forward_both(*directions: tuple[Layer, Tensor, Plan, bool]) -> list[ForwardResults]:
     """:func:`forward` of both directions of a layer in one launch, given the arguments of each."""
     made = [_of_forward(*direction) for direction in directions]
     layers, _, (plan, _), _ = zip(*directions, strict=True)
@@ -41,7 +41,7 @@ def forward_both(*directions: tuple[Layer, Tensor, Plan, bool]) -> list[Results]
 
 def _of_forward(
     layer: Layer, projected: Tensor, plan: Plan, keep: bool, into: tuple[Tensor, Tensor] | None = None
-) -> tuple[dict[str, Any], Results]:
+) -> tuple[dict[str, Any], ForwardResults]:
     """What the kernel of a forward is given, and which of it are the results."""
     cell, batch = layer.cell, layer.sequences.batch
     rows, hidden, lstm = projected.shape[0], plan.geometry.forward.hidden_size, cell == "lstm"
@@ -63,7 +63,7 @@ def backward(
     upstream: Sequence[Tensor | None],
     plan: Plan,
     into: tuple[Tensor, Tensor] | None = None,
-) -> Found:
+) -> LoopGradients:
     """The gradients of all steps; see :mod:`ostinato.kernels.persistent.reference`.
 
     Those of the gates and their totals are written `into` these tensors, if given.
@@ -75,7 +75,7 @@ def backward(
     return found
 
 
-def backward_both(*directions: tuple[Layer, Saved, Sequence[Tensor | None], Plan]) -> list[Found]:
+def backward_both(*directions: tuple[Layer, Saved, Sequence[Tensor | None], Plan]) -> list[LoopGradients]:
     """:func:`backward` of both directions of a layer in one launch, given the arguments of each."""
     made = [_of_backward(*direction) for direction in directions]
     layers, _, _, (plan, _) = zip(*directions, strict=True)
@@ -89,7 +89,7 @@ def _of_backward(
     upstream: Sequence[Tensor | None],
     plan: Plan,
     into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[dict[str, Any], Found]:
+) -> tuple[dict[str, Any], LoopGradients]:
     """What the kernel of a backward is given, and which of it are the results."""
     cublas.create_handle(saved.h.device)  # for the products that follow
     cell, batch = layer.cell, layer.sequences.batch

@@ -12,7 +12,7 @@ from torch import Tensor
 from ostinato.kernels.matmul.grouped import CLUSTER, NOTHING, Factor, Product, Products, cluster_of
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, NEEDED_BITS, Arguments
 from ostinato.kernels.persistent.cuda.states_before import previous
-from ostinato.kernels.persistent.interface import Found
+from ostinato.kernels.persistent.interface import LoopGradients
 
 # Rows, by the blocks that can share a sum over them, numbers in a matrix, and multiply-adds of a product, by the bytes
 # of a number, up to which one launch takes an H200 no longer than cuBLAS's kernels, five or more for the gradients.
@@ -73,7 +73,7 @@ class Sizes(NamedTuple):
     made: tuple[str, ...]  # the gradients, of _PRODUCTS
 
 
-def gradients(tf32: bool, *directions: tuple[Arguments, Tensor, Found, int]) -> list[tuple[Tensor | None, ...]]:
+def gradients(tf32: bool, *directions: tuple[Arguments, Tensor, LoopGradients, int]) -> list[tuple[Tensor | None, ...]]:
     """Those of the DIFFERENTIABLE inputs of one direction of a layer, or of both.
 
     Each is given its arguments, h, what the backward's loop has found, and whose gradients are needed, by bits; others
@@ -89,7 +89,7 @@ def gradients(tf32: bool, *directions: tuple[Arguments, Tensor, Found, int]) -> 
 
 
 def _of_direction(
-    given: Arguments, h: Tensor, found: Found, needed: int
+    given: Arguments, h: Tensor, found: LoopGradients, needed: int
 ) -> tuple[Sizes, list[Tensor | None], tuple[Tensor | None, ...]]:
     """What :func:`products_of_gradients` is asked for, its tensors, and the gradients, which they will be among."""
     of_gates, of_h0, of_c0, totals = found
