@@ -57,7 +57,7 @@ TIMEOUT = "    Timeout timeout(p.failure);\n"
 WAIT = "if (UNITS * exchanged() <= THREADS - 32 && !POLLS_EARLY) __syncthreads();"
 LOAD = "        product.start_load(state, taken);\n"
 UPDATE = "        units.update(rows, product, sums, state, taken);\n"
-TAKE = "if (READS_AHEAD && !weights.is_held(tile)) {"
+TAKE = "if (READS_AHEAD && !weights.is_in_registers(tile)) {"
 WIDE = '@p " LOAD_STATE ".v2.b64 {%0, %1}, [" address "];"'
 ALL = ("dense", "block", "sparse")
 # What is switched off, of which kernels, and how: what stands in the source, and what is put in its place.

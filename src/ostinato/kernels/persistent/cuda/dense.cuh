@@ -14,9 +14,9 @@ constexpr int FULL = ROW_TILES - HALF;
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
 // In turns, tiles in shared memory are read two ahead if they are many.  More sequences leave no registers for it, and
 // a tile that two column tiles share is taken twice.
-constexpr bool READS_AHEAD = TURNS > 1 && SEQUENCE_TILES == 1 && !HALF && TILES - HELD >= 8;
+constexpr bool READS_AHEAD = TURNS > 1 && SEQUENCE_TILES == 1 && !HALF && TILES - IN_REGISTERS >= 8;
 constexpr int MOST_EARLY = STREAMED ? 0 : TURNS == 1 ? 4 : READS_AHEAD ? 2 : 0;
-constexpr int EARLY = TILES - HELD < MOST_EARLY ? TILES - HELD : MOST_EARLY;  // read while waiting
+constexpr int EARLY = TILES - IN_REGISTERS < MOST_EARLY ? TILES - IN_REGISTERS : MOST_EARLY;  // read while waiting
 constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
 constexpr int CHAINS = PRODUCTS >= 4 ? 1 : PRODUCTS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency
 constexpr int SUM_PITCH = 16 * ROW_TILES * SHARING + 4;  // padded: stores of the accumulators have no bank conflicts
@@ -86,10 +86,10 @@ struct Product {
 
     // A tile's registers.  None is streamed where some are read early.
     __device__ uint4 take(int tile) {
-        if (READS_AHEAD && !weights.is_held(tile)) {
-            const int k = tile - weights.held_before(tile);
+        if (READS_AHEAD && !weights.is_in_registers(tile)) {
+            const int k = tile - weights.registers_before(tile);
             const uint4 a = early[k % 2];
-            if (k + 2 < TILES - HELD) early[k % 2] = weights.memory.kept(k + 2);
+            if (k + 2 < TILES - IN_REGISTERS) early[k % 2] = weights.memory.in_shared(k + 2);
             return a;
         }
         return tile < EARLY ? early[tile] : weights.take(tile);
@@ -110,7 +110,7 @@ struct Product {
         auto &[d, halves] = accumulators;
         do {
 #pragma unroll
-            for (int tile = 0; tile < EARLY; ++tile) early[tile] = weights.memory.kept(tile);
+            for (int tile = 0; tile < EARLY; ++tile) early[tile] = weights.memory.in_shared(tile);
             operand.wait(timeout);
             accumulators = {};
             uint4 half;  // the last tile shared by two column tiles

@@ -10,7 +10,7 @@ constexpr int PREFETCH = 3;  // steps
 // parameters, while other blocks wait for what is published next.  Weights that did not all find a register, or more
 // sequences, need them more.
 template <typename T> __device__ inline T in_register(T x) {
-    if constexpr (COLUMNS > 8 || !ALL_HELD) return x;
+    if constexpr (COLUMNS > 8 || !ALL_IN_REGISTERS) return x;
     else if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(x));
     else asm volatile("" : "+r"(x));
     return x;
@@ -65,7 +65,7 @@ struct Units : Block {
         for (int g = 0; g < GATES; ++g) x[g] = widen(projected[i / ADJACENT][g].x[i % ADJACENT]);
         if constexpr (CELL == RNN_TANH) return hyperbolic_tangent(x[0] + s[0]);
         if constexpr (CELL == RNN_RELU) return x[0] + s[0] < 0 ? 0 : x[0] + s[0];
-        if constexpr (KEEPS) {
+        if constexpr (KEEPS_GATES) {
 #pragma unroll
             for (int g = 0; g < GATES; ++g)
                 projected[i / ADJACENT][g].x[i % ADJACENT] = CELL == GRU && g == 2 ? x[g] : x[g] + s[g];
@@ -142,7 +142,7 @@ struct Units : Block {
                 for (int j = 0; j < ADJACENT; ++j) cells.x[j] = c[i + j];
                 cells.store(p.cells + at);
             }
-            if constexpr (KEEPS) {
+            if constexpr (KEEPS_GATES) {
                 if (CELL == GRU) adjacent_bits(c + i).store(p.candidates + at);
                 Scalar* gates = p.gates + place(rows.first, i, GATES);
 #pragma unroll
@@ -161,8 +161,8 @@ struct Units : Block {
     }
     template <typename Function> __device__ void each_result(Function take) {
         take(h[0]);
-        if (KEEPS || CELL == LSTM) take(c[0]);
-        if (KEEPS) each_projected(take);
+        if (KEEPS_GATES || CELL == LSTM) take(c[0]);
+        if (KEEPS_GATES) each_projected(take);
     }
     template <typename Function> __device__ void each_projected(Function take) {
 #pragma unroll

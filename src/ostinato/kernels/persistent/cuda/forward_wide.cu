@@ -82,7 +82,7 @@ struct Units : UpdatedUnits {
                 const bool live = !OFFSETS || sequence_of(turn, r, k) < rows.live;
                 if (live) h[r][k] = pack({after[2 * k], after[2 * k + 1]});
                 publish(published + byte(r, k), begins >> (2 * r + k) & 1 ? 0 : h[r][k]);
-                if (!KEEPS) continue;
+                if (!KEEPS_GATES) continue;
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) x[r][k][g] = pack({s[2 * k][g], s[2 * k + 1][g]});
             }
@@ -104,7 +104,7 @@ struct Units : UpdatedUnits {
                     if (p.cells) *reinterpret_cast<float2*>(p.cells + at(row)) = mine;
                     Pack* gates = reinterpret_cast<Pack*>(p.gates + at(row, GATES));
 #pragma unroll
-                    for (int g = 0; KEEPS && g < GATES; ++g) __stcs(gates + g * HIDDEN / 2, x[r][s][g]);
+                    for (int g = 0; KEEPS_GATES && g < GATES; ++g) __stcs(gates + g * HIDDEN / 2, x[r][s][g]);
                     if (OFFSETS || taken + 1 == p.steps) p.h_n[at(of) / 2] = h[r][s];
                 }
                 if (begins >> (2 * r + s) & 1) mine = {0, 0};

@@ -49,8 +49,8 @@ struct Parameters {
     const Scalar *h0, *c0;        // (batch, HIDDEN), or null for zeros
     Pack* output;                 // (rows, HIDDEN), forward
     float* cells;                 // (rows, HIDDEN), an LSTM's cell states: forward written if not null, backward read
-    Scalar* gates;                // (rows, GATES * HIDDEN), forward, with KEEPS: what the backward takes as `pre`
-    Pack* candidates;             // (rows, HIDDEN), of a GRU, with KEEPS: what the backward takes as `candidate`
+    Scalar* gates;                // (rows, GATES * HIDDEN), forward, with KEEPS_GATES: what the backward takes as `pre`
+    Pack* candidates;             // (rows, HIDDEN), of a GRU, with KEEPS_GATES: what the backward takes as `candidate`
     Pack *h_n, *c_n;              // (batch, HIDDEN), forward
     const Scalar* candidate;      // (rows, HIDDEN), backward: the recurrent part of a GRU's candidate
     const Scalar* h;              // (rows, HIDDEN), backward: the states after each step, of a GRU
@@ -162,7 +162,7 @@ struct Block {
     // early costs another round trip.
     __device__ void wait_for_update() const {
         // In shared memory, with little else to load, such a poll costs less.
-        constexpr bool POLLS_EARLY = DISTRIBUTED && HELD <= 12;
+        constexpr bool POLLS_EARLY = DISTRIBUTED && IN_REGISTERS <= 12;
         if (UNITS * exchanged() <= THREADS - 32 && !POLLS_EARLY) __syncthreads();
     }
     // Polls that come too early delay what they wait for, where all blocks poll a few lines or a poll is many loads.

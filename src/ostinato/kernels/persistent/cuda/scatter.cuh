@@ -30,14 +30,14 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
 }
 
 struct Product {
-    uint4 held[TILES];
+    uint4 in_registers[TILES];
     float total[WARP_ROWS][4];  // of this lane's rows and columns, as mma leaves them
 
     // shared: of the gradients, in two buffers; their padding stays zero
     __device__ Product(const Parameters& p, int block, uint4* shared) {
         const uint4* weights = reinterpret_cast<const uint4*>(p.packed) + (block * WARPS + warp_id()) * TILES * 32;
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) held[tile] = __ldcs(weights + tile * 32 + lane_id());
+        for (int tile = 0; tile < TILES; ++tile) in_registers[tile] = __ldcs(weights + tile * 32 + lane_id());
         for (int i = threadIdx.x; i < SHARED_STATES / 16; i += THREADS) shared[i] = {};
         __syncthreads();
     }
@@ -55,7 +55,7 @@ struct Product {
             for (int c = 2 * i; c < COLUMN_TILES && c < 2 * i + 2; ++c) {
 #pragma unroll
                 for (int r = 0; r < WARP_ROWS; ++r)
-                    multiply(d[c % CHAINS][r], held[r * COLUMN_TILES + c], c % 2 ? piece.y : piece.x);
+                    multiply(d[c % CHAINS][r], in_registers[r * COLUMN_TILES + c], c % 2 ? piece.y : piece.x);
             }
         }
 #pragma unroll

@@ -57,8 +57,8 @@ def macros(
         ("BLOCKS", geometry.blocks),
         ("HALF_WORDS", int(geometry.units * geometry.dtype.itemsize % 8 > 0)),  # two blocks share 8 bytes: a word is 4
         ("ADJACENT", geometry.adjacent),
-        ("HELD", geometry.held),
-        ("ALL_HELD", int(geometry.held == geometry.tiles)),
+        ("IN_REGISTERS", geometry.in_registers),
+        ("ALL_IN_REGISTERS", int(geometry.in_registers == geometry.tiles)),
         ("PAUSE", _pause(geometry)),
         ("EXACT", int(geometry.dtype == torch.float32 and (geometry.exact or geometry.path == "sparse"))),
         ("CHUNK_BYTES", geometry.chunk_bytes),
@@ -74,7 +74,7 @@ def macros(
         ("SHARES_WORK", int(geometry.shares_work)),
         ("RESETS", int(resets)),
         ("OFFSETS", int(packed)),
-        ("KEEPS", int(keeps)),
+        ("KEEPS_GATES", int(keeps)),
         ("DIRECTIONS", directions),
         *_macros_of_product(geometry),
     )

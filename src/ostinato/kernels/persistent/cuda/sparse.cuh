@@ -4,14 +4,15 @@
 // about even.  For each weight a thread gathers the batch of one unit from shared memory in one load; weights are
 // ordered such that the gathers of a warp are free of bank conflicts.
 //
-// A thread's weights are ENTRIES entries of two.  The first HELD stay in registers, the next KEPT in shared memory, the
-// STREAMED last do not fit on chip: they are read from L2 at every step, AHEAD of them in advance, the first while the
-// block waits for the state.  Only the first are unrolled: instructions for all would not fit into their cache.
+// A thread's weights are ENTRIES entries of two.  The first stay in registers (IN_REGISTERS), the next in shared memory
+// (IN_SHARED).  The last do not fit on chip (STREAMED): they are read from L2 at every step, AHEAD of them in advance,
+// the first while the block waits for the state.  Only the first are unrolled: instructions for all would not fit into
+// their cache.
 
-constexpr int KEPT = ENTRIES - HELD - STREAMED;
-constexpr int UNROLLED = 16;  // of KEPT
-constexpr int EACH = KEPT / (STREAMED + !STREAMED);
-constexpr int BESIDE = !STREAMED ? 0 : EACH < 2 ? EACH : 2;  // of KEPT, for each that is streamed
+constexpr int IN_SHARED = ENTRIES - IN_REGISTERS - STREAMED;
+constexpr int UNROLLED = 16;  // of IN_SHARED
+constexpr int EACH = IN_SHARED / (STREAMED + !STREAMED);
+constexpr int BESIDE = !STREAMED ? 0 : EACH < 2 ? EACH : 2;  // of IN_SHARED, for each that is streamed
 constexpr int SUMS = COLUMNS * THREADS;
 constexpr int PARTS = sizeof(Scalar) == 2 ? 2 : 3;  // of an entry, 4 bytes each
 
@@ -72,8 +73,8 @@ template <int COUNT, int CHUNK, typename Function> __device__ inline void in_chu
 
 struct Product {
     const unsigned* packed;  // this thread's part: (BLOCKS, ENTRIES, PARTS, THREADS)
-    unsigned* shared;        // (KEPT, PARTS, THREADS), from this thread's first
-    Entry held[HELD + 1], ahead[AHEAD];  // no array is empty
+    unsigned* shared;        // (IN_SHARED, PARTS, THREADS), from this thread's first
+    Entry in_registers[IN_REGISTERS + 1], ahead[AHEAD];  // no array is empty
     SharedState state;
 
     // index and places: (BLOCKS, ENTRIES, 2, THREADS); index is 1-based into the matrix, 0 for padding
@@ -82,15 +83,15 @@ struct Product {
           shared(reinterpret_cast<unsigned*>(memory + STATE_PIECES) + threadIdx.x),
           state(memory) {
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) held[i] = load(i);
+        for (int i = 0; i < IN_REGISTERS; ++i) in_registers[i] = load(i);
 #pragma unroll 4
-        for (int i = 0; i < KEPT; ++i) {
-            const Entry entry = load(HELD + i);
+        for (int i = 0; i < IN_SHARED; ++i) {
+            const Entry entry = load(IN_REGISTERS + i);
 #pragma unroll
             for (int j = 0; j < PARTS; ++j) shared[(i * PARTS + j) * THREADS] = entry.part[j];
         }
 #pragma unroll
-        for (int i = 0; i < AHEAD && i < STREAMED; ++i) ahead[i] = load(HELD + KEPT + i);
+        for (int i = 0; i < AHEAD && i < STREAMED; ++i) ahead[i] = load(IN_REGISTERS + IN_SHARED + i);
     }
 
     __device__ Entry load(int entry) const {
@@ -100,7 +101,7 @@ struct Product {
         return loaded;
     }
 
-    __device__ Entry kept(int i) const {
+    __device__ Entry in_shared(int i) const {
         Entry entry;
 #pragma unroll
         for (int j = 0; j < PARTS; ++j) entry.part[j] = shared[(i * PARTS + j) * THREADS];
@@ -139,10 +140,10 @@ struct Product {
     __device__ void add_streamed(float (&d)[STATE_COLUMNS], int i, int slot) {
         const Entry entry = ahead[slot];
         const int next = i + AHEAD;
-        ahead[slot] = load(HELD + KEPT + (next < STREAMED ? next : slot));
+        ahead[slot] = load(IN_REGISTERS + IN_SHARED + (next < STREAMED ? next : slot));
         add(d, entry);
 #pragma unroll
-        for (int k = 0; k < BESIDE; ++k) add(d, kept(i * BESIDE + k));
+        for (int k = 0; k < BESIDE; ++k) add(d, in_shared(i * BESIDE + k));
     }
 
     __device__ void start_load(const char* from, unsigned step) { state.start_load(from, step); }
@@ -153,14 +154,15 @@ struct Product {
         __syncthreads();
         float d[STATE_COLUMNS] = {};
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            Entry entry = held[i];
+        for (int i = 0; i < IN_REGISTERS; ++i) {
+            Entry entry = in_registers[i];
 #pragma unroll
             for (int j = 0; j < PARTS; ++j) asm volatile("" : "+r"(entry.part[j]));  // else unpacked once for all steps
             add(d, entry);
         }
         in_chunks<STREAMED, AHEAD>([&](int i, int slot) { add_streamed(d, i, slot); });
-        in_chunks<KEPT - STREAMED * BESIDE, UNROLLED>([&](int i, int) { add(d, kept(STREAMED * BESIDE + i)); });
+        constexpr int BESIDE_ALL = STREAMED * BESIDE;
+        in_chunks<IN_SHARED - BESIDE_ALL, UNROLLED>([&](int i, int) { add(d, in_shared(BESIDE_ALL + i)); });
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) sums[c * THREADS + threadIdx.x] = d[c];
     }

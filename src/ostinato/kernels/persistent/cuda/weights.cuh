@@ -1,8 +1,8 @@
 // The tiles of weights that a lane multiplies at every step, and where they are in between.
 //
 // Of ALL tiles, STREAMED do not fit on chip: they are read from L2 at every step, AHEAD of them in advance, the first
-// while the block waits for the state.  HELD of the others stay in registers, the rest in shared memory: FIRST of these
-// come first.  Apart from that, each kind is spread evenly among all.
+// while the block waits for the state.  Of the others, as many as IN_REGISTERS says stay there, the rest in shared
+// memory: FIRST of these come first.  Apart from that, each kind is spread evenly among all.
 
 // In memory, of 16 bytes for a lane.
 struct Tiles {
@@ -10,7 +10,7 @@ struct Tiles {
     uint4* shared;        // (tiles, THREADS), from this thread's first
 
     __device__ uint4 load(int tile) const { return __ldcg(packed + tile * 32); }
-    __device__ uint4& kept(int i) const { return shared[i * THREADS]; }
+    __device__ uint4& in_shared(int i) const { return shared[i * THREADS]; }
 };
 
 template <int ALL> __device__ inline Tiles tiles_of_lane(const Parameters& p, int block, uint4* shared) {
@@ -21,17 +21,17 @@ template <int ALL> __device__ inline Tiles tiles_of_lane(const Parameters& p, in
 template <int ALL, int FIRST = 0> struct Weights {
     static constexpr int ON_CHIP = ALL - STREAMED;
     Tiles memory;
-    uint4 held[HELD + 1], ahead[STREAMED ? AHEAD : 1];  // no array is empty
+    uint4 in_registers[IN_REGISTERS + 1], ahead[STREAMED ? AHEAD : 1];  // no array is empty
 
     static __device__ constexpr int streamed_before(int tile) { return (tile * STREAMED + ALL - 1) / ALL; }
     static __device__ constexpr bool is_streamed(int tile) {
         return streamed_before(tile + 1) > streamed_before(tile);
     }
     // Of the tiles on chip.
-    static __device__ constexpr int held_before(int i) {
-        return i <= FIRST ? 0 : (i - FIRST) * HELD / (ON_CHIP - FIRST);
+    static __device__ constexpr int registers_before(int i) {
+        return i <= FIRST ? 0 : (i - FIRST) * IN_REGISTERS / (ON_CHIP - FIRST);
     }
-    static __device__ constexpr bool is_held(int i) { return held_before(i + 1) > held_before(i); }
+    static __device__ constexpr bool is_in_registers(int i) { return registers_before(i + 1) > registers_before(i); }
 
     Weights() = default;
     __device__ explicit Weights(const Tiles& memory) : memory(memory) {
@@ -39,7 +39,8 @@ template <int ALL, int FIRST = 0> struct Weights {
         for (int tile = 0; tile < ALL; ++tile) {
             if (is_streamed(tile)) continue;
             const int i = tile - streamed_before(tile);
-            (is_held(i) ? held[held_before(i)] : memory.kept(i - held_before(i))) = memory.load(tile);
+            const int before = registers_before(i);
+            (is_in_registers(i) ? in_registers[before] : memory.in_shared(i - before)) = memory.load(tile);
         }
 #pragma unroll
         for (int i = 0; i < AHEAD && i < STREAMED; ++i) ahead[i] = stream(i);
@@ -53,7 +54,7 @@ template <int ALL, int FIRST = 0> struct Weights {
             ahead[before % AHEAD] = stream(before + AHEAD < STREAMED ? before + AHEAD : before % AHEAD);
             return taken;
         }
-        return is_held(i) ? held[held_before(i)] : memory.kept(i - held_before(i));
+        return is_in_registers(i) ? in_registers[registers_before(i)] : memory.in_shared(i - registers_before(i));
     }
 
 private:

@@ -20,17 +20,18 @@
 constexpr int TILES = SLICE / UNITS;                 // of a block's columns, each a block's units
 constexpr int WEIGHT_BYTES = 64 * UNITS * 2;         // of a tile and a warpgroup
 constexpr int STATE_BYTES = COLUMNS * UNITS * 2;     // of a tile
-constexpr int KEPT = TILES - HELD;                   // tiles whose weights are in shared memory, not in registers
-constexpr int PIECE = COLUMNS == 32 ? 16 : 4;        // tiles that are copied at once: to ask for a copy takes a warp
-constexpr int PIECES = (TILES + PIECE - 1) / PIECE;  // some 250 cycles, but of 64 sequences there is room for little
+constexpr int IN_SHARED = TILES - IN_REGISTERS;      // tiles whose weights are in shared memory, not in registers
+// Tiles that are copied at once: to ask for a copy takes a warp some 250 cycles, but of 64 sequences there is room for
+// little.
+constexpr int COPIED = COLUMNS == 32 ? 16 : 4, COPIES = (TILES + COPIED - 1) / COPIED;
 constexpr int ROUNDS = COLUMNS / 32;                 // of an updating thread, with two units of two sequences in each
 constexpr int TERM = COLUMNS * UNITS / 4;            // float4 of a gate's sums, each of two units of two sequences
 constexpr int TERMS = BACKWARD ? CLUSTER : CLUSTER * GATES;
 
 // Shared memory: weights; cells, or their gradients; forward the sums; the ring with its barriers.
-constexpr int AT_CELLS = 2 * KEPT * WEIGHT_BYTES, AT_SUMS = AT_CELLS + TURNS * TERM * 16;
-constexpr int AT_RING = AT_SUMS + (BACKWARD ? 0 : TURNS * TERMS * TERM * 16), PIECE_BYTES = PIECE * STATE_BYTES;
-constexpr int SLOTS = (SHARED_BYTES - AT_RING - 16) / (PIECE_BYTES + 16), AT_BARRIERS = AT_RING + SLOTS * PIECE_BYTES;
+constexpr int AT_CELLS = 2 * IN_SHARED * WEIGHT_BYTES, AT_SUMS = AT_CELLS + TURNS * TERM * 16;
+constexpr int AT_RING = AT_SUMS + (BACKWARD ? 0 : TURNS * TERMS * TERM * 16), COPY_BYTES = COPIED * STATE_BYTES;
+constexpr int SLOTS = (SHARED_BYTES - AT_RING - 16) / (COPY_BYTES + 16), AT_BARRIERS = AT_RING + SLOTS * COPY_BYTES;
 
 static_assert(CELL == LSTM && UNITS == 16 && BLOCKS * UNITS == PITCH && BLOCKS % CLUSTER == 0 && HIDDEN % 2 == 0);
 static_assert(CLUSTER * UNITS * (BACKWARD ? 1 : GATES) == 128, "two warpgroups multiply 64 rows each");
@@ -66,7 +67,7 @@ struct Slot {
     __device__ unsigned emptied(char* shared) const { return filled(shared) + SLOTS * 8; }
     __device__ void fill(char* shared, const char* from, int bytes) const {
         expect(filled(shared), bytes);
-        start_copy(shared_address(shared + AT_RING) + number * PIECE_BYTES, from, bytes, filled(shared));
+        start_copy(shared_address(shared + AT_RING) + number * COPY_BYTES, from, bytes, filled(shared));
     }
 };
 
@@ -91,8 +92,8 @@ __device__ inline void make_barriers(char* shared) {
 }
 
 // Which tiles' weights are in registers, evenly spread; and the number among those, or among the others.
-__device__ constexpr int held_before(int tile) { return tile * HELD / TILES; }
-__device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
+__device__ constexpr int registers_before(int tile) { return tile * IN_REGISTERS / TILES; }
+__device__ constexpr bool is_in_registers(int tile) { return registers_before(tile + 1) > registers_before(tile); }
 
 // Whether a unit is one of the layer's, not of the last blocks' padding.
 __device__ inline bool exists(int unit) { return PITCH == HIDDEN || unit < HIDDEN; }
@@ -117,12 +118,12 @@ __device__ inline unsigned two_weights(const Parameters& p, const Place& place, 
 __device__ inline void begin(const Parameters& p, const Place& place, char* shared) {
     make_barriers(shared);
     constexpr int WORDS = WEIGHT_BYTES / 4;
-    for (int number = 0; number < KEPT; ++number) {
-        const int tile = number * TILES / (KEPT + !KEPT);
+    for (int number = 0; number < IN_SHARED; ++number) {
+        const int tile = number * TILES / (IN_SHARED + !IN_SHARED);
 #pragma unroll
         for (int i = threadIdx.x; i < 2 * WORDS; i += TURNS * THREADS) {
             const int group = i / WORDS, in = i % WORDS;
-            reinterpret_cast<unsigned*>(shared)[(group * KEPT + number) * WORDS + in] =
+            reinterpret_cast<unsigned*>(shared)[(group * IN_SHARED + number) * WORDS + in] =
                 two_weights(p, place, group, in / 4 % 64, tile, in / 256 * 8 + in % 4 * 2);
         }
     }

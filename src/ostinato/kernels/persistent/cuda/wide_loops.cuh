@@ -25,9 +25,9 @@ __device__ inline void copy(const Parameters& p, const Place& place, char* share
             const char* from = place.published(p, turn, count) + place.rank * TILES * STATE_BYTES;
             unsigned ready = 0;  // a bit for each two tiles
 #pragma unroll 1
-            for (int piece = 0; piece < PIECES; ++piece) {
-                const int bytes = min(PIECE, TILES - piece * PIECE) * STATE_BYTES;
-                const unsigned needed = (~0u >> (32 - PIECE / 2) << piece * (PIECE / 2)) & ~0u >> (32 - TILES / 2);
+            for (int part = 0; part < COPIES; ++part) {
+                const int bytes = min(COPIED, TILES - part * COPIED) * STATE_BYTES;
+                const unsigned needed = (~0u >> (32 - COPIED / 2) << part * (COPIED / 2)) & ~0u >> (32 - TILES / 2);
                 if ((ready & needed) != needed) {
                     timeout.restart();
                     do ready = poll(place.flags(p, turn), place, count);
@@ -38,7 +38,7 @@ __device__ inline void copy(const Parameters& p, const Place& place, char* share
                     __syncwarp();
                 }
                 wait_for(slot.emptied(shared), slot.parity ^ 1);
-                if (lane_id() == 0) slot.fill(shared, from + piece * PIECE_BYTES, bytes);
+                if (lane_id() == 0) slot.fill(shared, from + part * COPY_BYTES, bytes);
                 __syncwarp();
                 slot.next();
             }

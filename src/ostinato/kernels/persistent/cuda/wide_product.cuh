@@ -44,7 +44,7 @@ __device__ inline void multiply(float (&d)[COLUMNS / 2], Descriptor a, Descripto
 
 // What a warpgroup multiplies.
 struct Product {
-    uint4 held[HELD];
+    uint4 in_registers[IN_REGISTERS];
     char* shared;
     unsigned kept, ring;  // descriptors' lower halves
     Slot slot;
@@ -53,14 +53,14 @@ struct Product {
         const int group = threadIdx.x / 128, row = warp_id() % 4 * 16 + lane_id() / 4, column = lane_id() % 4 * 2;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            if (!is_held(tile)) continue;
+            if (!is_in_registers(tile)) continue;
             const auto at = [&](int down, int across) {
                 return two_weights(p, place, group, row + down, tile, column + across);
             };
-            held[held_before(tile)] = {at(0, 0), at(8, 0), at(0, 8), at(8, 8)};
+            in_registers[registers_before(tile)] = {at(0, 0), at(8, 0), at(0, 8), at(8, 8)};
             if (tile % 4 == 3) asm volatile("" ::: "memory");  // not all loads at once
         }
-        kept = unsigned(descriptor(shared_address(shared) + group * KEPT * WEIGHT_BYTES, WEIGHT_BYTES / 2));
+        kept = unsigned(descriptor(shared_address(shared) + group * IN_SHARED * WEIGHT_BYTES, WEIGHT_BYTES / 2));
         ring = unsigned(descriptor(shared_address(shared) + AT_RING, STATE_BYTES / 2));
     }
 
@@ -73,27 +73,27 @@ struct Product {
     __device__ void operator()(float (&d)[COLUMNS / 2]) {
         unsigned last = 0;  // slot's barrier
 #pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) {
+        for (int part = 0; part < COPIES; ++part) {
             wait_for(slot.filled(shared), slot.parity);
-            if (piece == 0) {
+            if (part == 0) {
 #pragma unroll
                 for (float& sum : d) sum = 0;
             }
             pin(d);
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-            const unsigned states = ring + slot.number * (PIECE_BYTES >> 4);
+            const unsigned states = ring + slot.number * (COPY_BYTES >> 4);
             unsigned weights = kept;
             asm volatile("" : "+r"(weights));
 #pragma unroll
-            for (int i = 0; i < PIECE; ++i) {
-                const int tile = piece * PIECE + i;
+            for (int i = 0; i < COPIED; ++i) {
+                const int tile = part * COPIED + i;
                 if (tile >= TILES) break;
                 const Descriptor b = after(states, i * STATE_BYTES);
-                if (is_held(tile)) multiply(d, held[held_before(tile)], b);
-                else multiply(d, after(weights, (tile - held_before(tile)) * WEIGHT_BYTES), b);
+                if (is_in_registers(tile)) multiply(d, in_registers[registers_before(tile)], b);
+                else multiply(d, after(weights, (tile - registers_before(tile)) * WEIGHT_BYTES), b);
             }
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            if (piece) {
+            if (part) {
                 asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
                 if (lane_id() == 0) arrive(last);
             }

@@ -21,7 +21,7 @@ class _Cost(NamedTuple):
     step: float  # fixed
     read: float = 0.0  # per 100 kB of state
     row: float = 0.0  # per 10 kB of a sequence's state for every eight sequences, for a lane's number of loads
-    kept: float = 0.0  # per 100 kB of weights read from shared memory
+    in_shared: float = 0.0  # per 100 kB of weights read from shared memory
     streamed: float = 0.62  # per 100 kB of weights that a block reads from L2
     multiplied: float = 0.0  # per hundred tiles of a warp or entries of a thread, for every eight sequences
     gathered: float = 0.0  # per thousand entries of a thread, for every byte of a unit's states
@@ -44,7 +44,7 @@ _COSTS = {
         step=0.48,
         read=1.37,
         row=0.208,
-        kept=0.227,
+        in_shared=0.227,
         multiplied=0.437,
         exact=2.77,
         updated=0.485,
@@ -58,7 +58,7 @@ _COSTS = {
         step=0.563,
         read=0.709,
         row=0.526,
-        kept=0.224,
+        in_shared=0.224,
         multiplied=0.368,
         exact=3.35,
         updated=0.358,
@@ -69,12 +69,12 @@ _COSTS = {
         shared=0.325,
         uneven=0.122,
     ),
-    ("block", False): _Cost(step=0.85, read=1.9, kept=0.37, multiplied=1.45, exact=4.1, updated=0.26),
-    ("block", True): _Cost(step=0.85, read=1.9, kept=0.37, multiplied=1.45, exact=6.3, updated=0.26, cluster=0.20),
+    ("block", False): _Cost(step=0.85, read=1.9, in_shared=0.37, multiplied=1.45, exact=4.1, updated=0.26),
+    ("block", True): _Cost(step=0.85, read=1.9, in_shared=0.37, multiplied=1.45, exact=6.3, updated=0.26, cluster=0.20),
     ("sparse", False): _Cost(
         step=0.809,
         read=2.12,
-        kept=0.531,
+        in_shared=0.531,
         streamed=1.02,
         multiplied=0.62,
         gathered=1.98,
@@ -84,7 +84,7 @@ _COSTS = {
     ("sparse", True): _Cost(
         step=1.12,
         read=2.19,
-        kept=0.627,
+        in_shared=0.627,
         streamed=1.14,
         multiplied=0.211,
         gathered=2.12,
@@ -97,7 +97,7 @@ _COSTS = {
 _WITHIN_CLUSTERS = _Cost(
     step=0.295,
     read=2.0,
-    kept=0.2,
+    in_shared=0.2,
     multiplied=0.64,
     exact=2.03,
     updated=0.249,
@@ -112,9 +112,9 @@ _SCATTERING = _Cost(
 )
 # Of two groups in turn: the products of both, behind which all else is hidden.
 _IN_TURNS = {
-    False: _Cost(step=0.625, row=1.25, kept=0.599, multiplied=0.349, summed=0.767, blocks=0.218, partial=0.495),
+    False: _Cost(step=0.625, row=1.25, in_shared=0.599, multiplied=0.349, summed=0.767, blocks=0.218, partial=0.495),
     True: _Cost(
-        step=0.65, row=0.997, kept=0.636, updated=0.824, summed=0.504, cluster=0.182, blocks=0.142, uneven=0.205
+        step=0.65, row=0.997, in_shared=0.636, updated=0.824, summed=0.504, cluster=0.182, blocks=0.142, uneven=0.205
     ),
 }
 # Of wide batches, forward and backward: fixed, per sequence of a group, and per sequence and tile of a block.
@@ -155,7 +155,7 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
         products *= _BY_FMA
     step = cost.step + cost.read * geometry.columns * row / 1e5
     step += cost.row * passes * row / 1e4
-    step += cost.kept * (geometry.tiles - geometry.held - geometry.streamed) * geometry.tile_bytes / 1e5
+    step += cost.in_shared * geometry.in_shared * geometry.tile_bytes / 1e5
     step += cost.streamed * (_SPLIT_STREAMED if splits else 1) * geometry.streamed * geometry.tile_bytes / 1e5
     step += products * geometry.tiles / 1e2
     step += (cost.gathered * geometry.state_bytes + cost.added * geometry.columns) * geometry.tiles / 1e3

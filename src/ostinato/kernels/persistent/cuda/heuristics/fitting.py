@@ -29,8 +29,7 @@ def split_strips(geometry: Geometry, strip_columns: Sequence[int], shared_limit:
 
     def accesses(way: Geometry) -> float:
         """Two to gather a tile, four to load one that is not in registers, four for a sum; and reads of sums."""
-        kept = way.tiles - way.held
-        of_warps = WARPS * (2 * way.tiles + 4 * kept + 4 * len(way.strips.tiles))
+        of_warps = WARPS * (2 * way.tiles + 4 * (way.tiles - way.in_registers) + 4 * len(way.strips.tiles))
         return of_warps + way.parts_of_sums * way.rows * way.columns / 32
 
     ways = (split(shares) for shares in (1, 2, 4, 8))
@@ -61,16 +60,16 @@ def fill_registers(geometry: Geometry, shared_limit: int) -> Geometry | None:
 
 def _hold(geometry: Geometry, most: int, shared_limit: int) -> Geometry | None:
     """As many tiles in registers as these have room for; None if the others do not fit into shared memory."""
-    geometry = geometry._replace(held=max(0, min(geometry.tiles, most)))
+    geometry = geometry._replace(in_registers=max(0, min(geometry.tiles, most)))
     return geometry if geometry.shared_bytes <= shared_limit else None
 
 
-def _stream(geometry: Geometry, held: int, shared_limit: int) -> Geometry | None:
-    """Read from L2 what fits neither into registers, which have room for `held` tiles, nor into shared memory."""
-    room = (shared_limit - geometry._replace(tiles=0, held=0).shared_bytes) // geometry.tile_bytes
-    if room < 0 or held < 0:  # even without weights the compiler would spill
+def _stream(geometry: Geometry, most: int, shared_limit: int) -> Geometry | None:
+    """Read from L2 what fits neither into registers, which have room for `most` tiles, nor into shared memory."""
+    room = (shared_limit - geometry._replace(tiles=0, in_registers=0).shared_bytes) // geometry.tile_bytes
+    if room < 0 or most < 0:  # even without weights the compiler would spill
         return None
-    return geometry._replace(held=held, streamed=geometry.tiles - held - room)
+    return geometry._replace(in_registers=most, streamed=geometry.tiles - most - room)
 
 
 def _fill_scattering(geometry: Geometry) -> Geometry | None:
@@ -80,7 +79,7 @@ def _fill_scattering(geometry: Geometry) -> Geometry | None:
     splits = geometry.exact and geometry.dtype == torch.float32
     others = 40 + 12 * GATES[geometry.cell] + 2 * geometry.cluster + 32 * splits
     fits = geometry.tiles <= (REGISTERS - sums - others) // 4
-    return geometry._replace(held=geometry.tiles) if fits and geometry.shares_work else None
+    return geometry._replace(in_registers=geometry.tiles) if fits and geometry.shares_work else None
 
 
 def _fill_dense(geometry: Geometry, shared_limit: int) -> Geometry | None:

@@ -72,8 +72,8 @@ class Geometry(NamedTuple):
     exact: bool = True  # float32 is not rounded to tf32 for the tensor cores
     cluster: int = 1  # blocks that reduce their products, each over its slice of the exchanged vector
     tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
-    held: int = 0  # tiles in registers
-    streamed: int = 0  # tiles read from L2 at every step, as they do not fit on chip; all others are in shared memory
+    in_registers: int = 0  # of these tiles; others are in shared memory
+    streamed: int = 0  # or read from L2 at every step, as they do not fit on chip
 
     # Of the dense product alone, see above.
     distributed: bool = False  # states stay in the shared memory of a cluster of all blocks of a group
@@ -287,6 +287,11 @@ class Geometry(NamedTuple):
         return self.parts * 4 * THREADS if self.path == "sparse" else WARPS * TILE_BYTES
 
     @property
+    def in_shared(self) -> int:
+        """Tiles in shared memory: those that are neither in registers nor streamed."""
+        return self.tiles - self.in_registers - self.streamed
+
+    @property
     def bytes_on_chip(self) -> int:
         """Bytes of weights, and of their indices."""
         block = (self.tiles - self.streamed) * self.tile_bytes
@@ -351,4 +356,4 @@ class Geometry(NamedTuple):
             state += self.slice * self.columns * self.dtype.itemsize + 16 * self.column_parts
         if self.shares_work:  # operands and results of updates, on their way from thread to thread
             state += 2 * (GATES[self.cell] + 5 + 4) * round_up(self.units * self.capacity, 32) * 4
-        return sums + state + mail + (self.tiles - self.held - self.streamed) * self.tile_bytes
+        return sums + state + mail + self.in_shared * self.tile_bytes

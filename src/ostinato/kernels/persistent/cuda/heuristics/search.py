@@ -117,13 +117,13 @@ def _wide(start: Geometry, device: Device, share: int) -> Iterator[Geometry]:
     fits = start.cell == "lstm" and start.hidden_size % 2 == 0 and start.hidden_size <= MOST_WIDE
     if not fits or start.dtype.itemsize != 2 or device.major != 9:
         return
-    for columns, held in ((32, 38), (64, 34)):
+    for columns, in_registers in ((32, 38), (64, 34)):
         wide = start._replace(units=units, columns=columns, groups=1, cluster=cluster, turns=2, wide=True)
         resident = resident_blocks(device, wide.blocks_of_a_cluster)
         room = device.shared_memory_per_block_optin >= wide.shared_bytes
         if room and share * wide.blocks <= resident < 2 * wide.blocks:
             tiles = wide.slice // units
-            yield wide._replace(tiles=tiles, held=min(tiles, held - 4 * start.backward))
+            yield wide._replace(tiles=tiles, in_registers=min(tiles, in_registers - 4 * start.backward))
 
 
 @functools.lru_cache(maxsize=4096)
