@@ -55,8 +55,8 @@ __device__ inline void raise(int group) {
 KERNEL = 'extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur('
 TIMEOUT = "    Timeout timeout(p.failure);\n"
 WAIT = "if (UNITS * exchanged() <= THREADS - 32 && !POLLS_EARLY) __syncthreads();"
-LOAD = "        product.start_load(state, taken);\n"
-UPDATE = "        units.update(rows, product, sums, state, taken);\n"
+LOAD = "        product.start_load(state, iteration);\n"
+UPDATE = "        units.update(rows, product, sums, state, iteration);\n"
 TAKE = "if (READS_AHEAD && !weights.is_in_registers(tile)) {"
 WIDE = '@p " LOAD_STATE ".v2.b64 {%0, %1}, [" address "];"'
 ALL = ("dense", "block", "sparse")
@@ -71,7 +71,7 @@ SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         {
             KERNEL: COUNTER + KERNEL,
             TIMEOUT: TIMEOUT + "    const unsigned begun = count(group) / BLOCKS * BLOCKS;\n",
-            LOAD: f"        await(group, begun + unsigned(taken) * BLOCKS);\n{LOAD}",
+            LOAD: f"        await(group, begun + unsigned(iteration) * BLOCKS);\n{LOAD}",
             UPDATE: f"{UPDATE}        raise(group);\n",
         },
     ),
@@ -79,7 +79,7 @@ SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         ("dense",),
         {WIDE: '@p " LOAD_STATE ".b64 %0, [" address "]; @p " LOAD_STATE ".b64 %1, [" address "+8];"'},
     ),
-    "prefetches": (ALL, {"if (taken + PREFETCH < p.steps)": "if (false)"}),
+    "prefetches": (ALL, {"if (iteration + PREFETCH < p.steps)": "if (false)"}),
     "waiting before the first look": (ALL, {WAIT: ""}),
     "columns in the order of banks": (("block", "sparse"), {}),  # which Python packs
 }

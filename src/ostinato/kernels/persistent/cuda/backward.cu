@@ -56,10 +56,10 @@ struct Units : Block {
         }
     }
 
-    // Loads the operands of the step that is taken as number `taken`; its rows.
-    __device__ Rows fetch(int taken) {
-        const bool has_earlier = taken + 1 < p.steps;  // whether there is a previous time step
-        const Rows rows(p, step_of(p, taken)), earlier(p, step_of(p, has_earlier ? taken + 1 : taken));
+    // Loads the operands of an iteration's step; its rows.
+    __device__ Rows fetch(int iteration) {
+        const bool has_earlier = iteration + 1 < p.steps;  // whether there is a previous time step
+        const Rows rows(p, step_of(p, iteration)), earlier(p, step_of(p, has_earlier ? iteration + 1 : iteration));
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
@@ -97,20 +97,20 @@ struct Units : Block {
             if (idle(i)) continue;
             const int k = i / ADJACENT, j = i % ADJACENT;
             begins[i] = resets.before[k];
-            const auto taken_apart = [&](Adjacent<Scalar>::Bits loaded) {
+            const auto unpacked = [&](Adjacent<Scalar>::Bits loaded) {
                 return widen(Adjacent<Scalar>::of(loaded).x[j]);
             };
             float x[GATES];
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) x[g] = taken_apart(pre[k][g]);
+            for (int g = 0; g < GATES; ++g) x[g] = unpacked(pre[k][g]);
             if constexpr (CELL == RNN_TANH) slope[i][0] = 1 - x[0] * x[0];
             if constexpr (CELL == RNN_RELU) slope[i][0] = x[0] > 0 ? 1 : x[0] <= 0 ? 0 : x[0];
             direct[i] = 0;
             if constexpr (CELL == GRU) {
-                const float reset = sigmoid(x[0]), update = sigmoid(x[1]), recurrent = taken_apart(candidate[k]);
+                const float reset = sigmoid(x[0]), update = sigmoid(x[1]), recurrent = unpacked(candidate[k]);
                 const float n = hyperbolic_tangent(x[2] + reset * recurrent);
                 slope[i][0] = recurrent * reset * (1 - reset);
-                slope[i][1] = ((begins[i] ? 0 : taken_apart(before[k])) - n) * update * (1 - update);
+                slope[i][1] = ((begins[i] ? 0 : unpacked(before[k])) - n) * update * (1 - update);
                 slope[i][2] = (1 - update) * (1 - n * n);
                 gate[i] = reset, direct[i] = update;
             }
@@ -123,7 +123,7 @@ struct Units : Block {
                 slope[i][3] = tanh_cell * output * (1 - output);
                 gate[i] = forget, through[i] = output * (1 - tanh_cell * tanh_cell);
             }
-            given[i] = taken_apart(grad[k]);
+            given[i] = unpacked(grad[k]);
             if (live(i, rows)) continue;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) slope[i][g] = 0;
@@ -151,7 +151,7 @@ struct Units : Block {
         return place_of((g * PITCH + unit) * sizeof(Scalar), sequence);
     }
 
-    __device__ void update(char* state, int taken) {
+    __device__ void update(char* state, int iteration) {
 #pragma unroll
         for (int first = 0; first < ITEMS; first += ADJACENT) {
             if (idle(first)) continue;
@@ -185,7 +185,7 @@ struct Units : Block {
                     if (owned(first)) *reinterpret_cast<Pack*>(state + place) = operand_bits(published[g][0]);
                 } else {
                     publish(published[g], in_word(first), begins_word(first),
-                            state + state_place(unit + unit_of(first), sequence_of(first), g), taken);
+                            state + state_place(unit + unit_of(first), sequence_of(first), g), iteration);
                 }
             }
         }
@@ -262,8 +262,8 @@ struct Units : Block {
 
     // Adds what was summed of few steps to the sums in memory, so that rounding does not grow with the number of all;
     // those of clusters are written after the last step, at once: see Total.
-    __device__ void write_totals(int taken) {
-        if (!SCATTERS && taken % SUMMED < SUMMED - 1 && taken + 1 < p.steps) return;
+    __device__ void write_totals(int iteration) {
+        if (!SCATTERS && iteration % SUMMED < SUMMED - 1 && iteration + 1 < p.steps) return;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
@@ -271,7 +271,7 @@ struct Units : Block {
             for (int g = 0; g < GRADS; ++g) {
                 Sum& latest = totals[ONE_UNIT ? i % ADJACENT : i][g];
                 float* all = p.totals + place(0, i, GRADS) + g * HIDDEN;
-                if (SCATTERS || taken < SUMMED) *all = latest;
+                if (SCATTERS || iteration < SUMMED) *all = latest;
                 else atomicAdd(all, latest);  // which, unlike a load, nobody waits for
                 latest = 0;
             }
@@ -301,29 +301,29 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     units.differentiate(rows);
     if (p.steps > 1) next = units.fetch(1);
     units.resets.look_up(p, units, 1);
-    for (int taken = 0; taken < p.steps; ++taken) {
-        units.update(state, taken);
+    for (int iteration = 0; iteration < p.steps; ++iteration) {
+        units.update(state, iteration);
         units.wait_for_update();
-        const auto start_load = [&] { product.start_load(state + block % CLUSTER * SLICE_BYTES, taken); };
+        const auto start_load = [&] { product.start_load(state + block % CLUSTER * SLICE_BYTES, iteration); };
         const Rows written = rows;
         rows = next;
         units.differentiate(rows);
         if (LOADS_EARLY) start_load();
-        if (taken + 2 < p.steps) next = units.fetch(taken + 2);
-        if (taken + PREFETCH < p.steps)
-            units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)));
+        if (iteration + 2 < p.steps) next = units.fetch(iteration + 2);
+        if (iteration + PREFETCH < p.steps)
+            units.prefetch_step(Rows(p, step_of(p, iteration + PREFETCH)));
         units.pause<PAUSE>();
         if (!LOADS_EARLY) start_load();
-        units.resets.look_up(p, units, taken + 2);
-        units.erase(state + to_opposite_buffer(taken) * ptrdiff_t(stride));
-        state += to_next_buffer(taken) * ptrdiff_t(stride);
+        units.resets.look_up(p, units, iteration + 2);
+        units.erase(state + to_opposite_buffer(iteration) * ptrdiff_t(stride));
+        state += to_next_buffer(iteration) * ptrdiff_t(stride);
         units.write(written);
-        units.write_totals(taken);
-        float* sums = all_sums + taken % SUM_BUFFERS * SUMS;
+        units.write_totals(iteration);
+        float* sums = all_sums + iteration % SUM_BUFFERS * SUMS;
         product(sums, timeout);
         __syncthreads();
-        sender.send(product, sums, sequences, taken);
-        units.add(product, sums, mailbox, taken, timeout);
+        sender.send(product, sums, sequences, iteration);
+        units.add(product, sums, mailbox, iteration, timeout);
     }
     units.write_states();
     sync_if_clustered();

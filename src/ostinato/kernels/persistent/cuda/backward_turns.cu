@@ -23,22 +23,22 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) rec
         units.differentiate(rows);
         if (p.steps > 1) next = units.fetch(1);
         units.resets.look_up(p, units, 1);
-        const auto prepare = [&](int taken, char* state) {
+        const auto prepare = [&](int iteration, char* state) {
             const Rows written = rows;
             rows = next;
             units.differentiate(rows);
-            if (taken + 2 < p.steps) next = units.fetch(taken + 2);
-            if (taken + PREFETCH < p.steps)
-                units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)));
-            units.resets.look_up(p, units, taken + 2);
+            if (iteration + 2 < p.steps) next = units.fetch(iteration + 2);
+            if (iteration + PREFETCH < p.steps)
+                units.prefetch_step(Rows(p, step_of(p, iteration + PREFETCH)));
+            units.resets.look_up(p, units, iteration + 2);
             units.write(written);
-            units.write_totals(taken);
-            units.erase(state + to_opposite_buffer(taken) * ptrdiff_t(p.groups) * GROUP_BYTES);
+            units.write_totals(iteration);
+            units.erase(state + to_opposite_buffer(iteration) * ptrdiff_t(p.groups) * GROUP_BYTES);
         };
-        const auto update = [&](int taken, const float* sums, char* state) {
-            sender.send(product, sums, units.sequences, taken);
-            units.add(product, sums, mailbox, taken, timeout);
-            if (taken + 1 < p.steps) units.update(state, taken + 1);
+        const auto update = [&](int iteration, const float* sums, char* state) {
+            sender.send(product, sums, units.sequences, iteration);
+            units.add(product, sums, mailbox, iteration, timeout);
+            if (iteration + 1 < p.steps) units.update(state, iteration + 1);
         };
         state += own_turn() * GROUP_BYTES;
         units.update(state, 0);

@@ -34,11 +34,11 @@ struct Units : UpdatedUnits {
     }
     __device__ static Pack load(const Scalar* from) { return __ldcs(reinterpret_cast<const Pack*>(from)); }
 
-    // Loads the operands of the step that is taken as number `taken`.
-    __device__ void fetch(int taken, int turn) {
-        const bool has_earlier = taken + 1 < p.steps;
-        rows = Rows(p, step_of(p, taken));
-        const Rows before(p, step_of(p, has_earlier ? taken + 1 : taken));
+    // Loads the operands of an iteration's step.
+    __device__ void fetch(int iteration, int turn) {
+        const bool has_earlier = iteration + 1 < p.steps;
+        rows = Rows(p, step_of(p, iteration));
+        const Rows before(p, step_of(p, has_earlier ? iteration + 1 : iteration));
         lives = begins = 0;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r)
@@ -61,11 +61,11 @@ struct Units : UpdatedUnits {
     }
 
     // The gradients of the states before the last step; where a sequence did not have it, they are as before.
-    __device__ void sum(float (&dh)[4], const Place& place, char* shared, int taken, int turn, int round,
+    __device__ void sum(float (&dh)[4], const Place& place, char* shared, int iteration, int turn, int round,
                         Timeout& timeout) const {
         float4 terms[TERMS] = {};
-        if (taken)
-            take(terms, place.sums(p, turn, place.block) + round * OWNERS + thread, taken, shared, timeout);
+        if (iteration)
+            take(terms, place.sums(p, turn, place.block) + round * OWNERS + thread, iteration, shared, timeout);
         float4 sum = terms[0];
 #pragma unroll
         for (int i = 1; i < TERMS; ++i)
@@ -82,8 +82,8 @@ struct Units : UpdatedUnits {
         }
     }
 
-    __device__ void update(const Place& place, char* shared, int taken, int turn, Timeout& timeout) {
-        char* published = place.published(p, turn, taken + 1) + place.block * STATE_BYTES;
+    __device__ void update(const Place& place, char* shared, int iteration, int turn, Timeout& timeout) {
+        char* published = place.published(p, turn, iteration + 1) + place.block * STATE_BYTES;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             // Derivatives, before the sums are waited for.
@@ -111,7 +111,7 @@ struct Units : UpdatedUnits {
                 for (int g = 0; g < GATES; ++g) asm volatile("" : "+f"(slope[i][g]));
                 asm volatile("" : "+f"(forget[i]), "+f"(through[i]));
             }
-            sum(dh, place, shared, taken, turn, r, timeout);
+            sum(dh, place, shared, iteration, turn, r, timeout);
             const float4 last = cells(shared, turn, r);
             float dc[4] = {last.x, last.y, last.z, last.w}, d[4][GATES];
 #pragma unroll

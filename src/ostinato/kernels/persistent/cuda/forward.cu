@@ -84,15 +84,15 @@ struct Units : Block {
     }
 
     template <typename State>
-    __device__ void update(const Rows& rows, const Product& product, const float* sums, State state, int taken) {
+    __device__ void update(const Rows& rows, const Product& product, const float* sums, State state, int iteration) {
         if (idle(0)) return;
-        update<0, WHOLE>(rows, product, sums, state, taken);
-        if (WHOLE < ITEMS && !idle(WHOLE)) update<WHOLE, ITEMS>(rows, product, sums, state, taken);
+        update<0, WHOLE>(rows, product, sums, state, iteration);
+        if (WHOLE < ITEMS && !idle(WHOLE)) update<WHOLE, ITEMS>(rows, product, sums, state, iteration);
     }
 
     // Of some items.  A sequence without this step keeps its state.
     template <int FIRST, int END, typename State>
-    __device__ void update(const Rows& rows, const Product& product, const float* sums, State state, int taken) {
+    __device__ void update(const Rows& rows, const Product& product, const float* sums, State state, int iteration) {
         float s[ITEMS][GATES];
 #pragma unroll
         for (int i = FIRST; i < END; i += ADJACENT) {
@@ -125,7 +125,7 @@ struct Units : Block {
 #pragma unroll
                 for (int j = 0; j < ADJACENT; ++j) published[j] = zero ? 0 : h[i + j];
                 char* address = state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
-                publish(published, in_word(i), begins_word(i), address, taken + 1);
+                publish(published, in_word(i), begins_word(i), address, iteration + 1);
             }
         }
     }
@@ -221,21 +221,21 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     sync_if_clustered();
 
     Rows rows(p, step_of(p, 0));
-    for (int taken = 0; taken < p.steps; ++taken) {
-        if (taken) units.write(rows);
+    for (int iteration = 0; iteration < p.steps; ++iteration) {
+        if (iteration) units.write(rows);
         units.zero_reset_states();
-        rows = Rows(p, step_of(p, taken));
+        rows = Rows(p, step_of(p, iteration));
         units.fetch(rows);
-        if (taken + PREFETCH < p.steps)
-            units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), state + (PREFETCH + 1) * stride);
+        if (iteration + PREFETCH < p.steps)
+            units.prefetch_step(Rows(p, step_of(p, iteration + PREFETCH)), state + (PREFETCH + 1) * stride);
         units.pause<PAUSE>();
-        product.start_load(state, taken);
-        units.resets.look_up(p, units, taken + 1);
-        float* sums = all_sums + taken % SUM_BUFFERS * SUMS;
+        product.start_load(state, iteration);
+        units.resets.look_up(p, units, iteration + 1);
+        float* sums = all_sums + iteration % SUM_BUFFERS * SUMS;
         product(sums, timeout);
         __syncthreads();
-        state += to_next_buffer(taken) * ptrdiff_t(stride);
-        units.update(rows, product, sums, state, taken);
+        state += to_next_buffer(iteration) * ptrdiff_t(stride);
+        units.update(rows, product, sums, state, iteration);
         units.wait_for_update();
     }
     units.write(rows);

@@ -13,18 +13,18 @@ extern "C" __global__ void __launch_bounds__(TURNS * THREADS, 1) recur(const Lau
     const Product product{};
     Units units(p, product, block, own_items(p, block, group));
     Rows rows(p, step_of(p, 0));
-    const auto prepare = [&](int taken, const char* state) {
-        if (taken) units.write(rows);
+    const auto prepare = [&](int iteration, const char* state) {
+        if (iteration) units.write(rows);
         units.zero_reset_states();
-        rows = Rows(p, step_of(p, taken));
+        rows = Rows(p, step_of(p, iteration));
         units.fetch(rows);
-        if (taken + PREFETCH < p.steps)
-            units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)),
+        if (iteration + PREFETCH < p.steps)
+            units.prefetch_step(Rows(p, step_of(p, iteration + PREFETCH)),
                                 state + (PREFETCH + 1) * size_t(p.groups) * GROUP_BYTES);
-        units.resets.look_up(p, units, taken + 1);
+        units.resets.look_up(p, units, iteration + 1);
     };
-    const auto update = [&](int taken, const float* sums, char* next) {
-        units.update(rows, product, sums, next, taken);
+    const auto update = [&](int iteration, const float* sums, char* next) {
+        units.update(rows, product, sums, next, iteration);
     };
     update_in_turns(p, sums, state + own_turn() * GROUP_BYTES, update, prepare);
     units.write(rows);

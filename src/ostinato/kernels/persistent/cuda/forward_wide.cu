@@ -27,9 +27,10 @@ struct Units : UpdatedUnits {
             }
     }
 
-    // Loads the operands of the step that is taken as number `taken`.
-    __device__ void fetch(int taken, int turn) {
-        const Rows rows(p, step_of(p, taken)), next(p, step_of(p, RESETS ? min(taken + 1, p.steps - 1) : taken));
+    // Loads the operands of an iteration's step.
+    __device__ void fetch(int iteration, int turn) {
+        const Rows rows(p, step_of(p, iteration));
+        const Rows next(p, step_of(p, RESETS ? min(iteration + 1, p.steps - 1) : iteration));
         begins = 0;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r)
@@ -41,18 +42,19 @@ struct Units : UpdatedUnits {
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) x[r][s][g] = live ? __ldcs(pre + g * HIDDEN / 2) : 0;
                 if (OFFSETS && !live && of < p.batch) h[r][s] = p.h_n[at(of) / 2];
-                if (RESETS && taken + 1 < p.steps && of < next.live) begins |= p.resets[next.first + of] << (2 * r + s);
+                if (RESETS && iteration + 1 < p.steps && of < next.live)
+                    begins |= p.resets[next.first + of] << (2 * r + s);
             }
     }
 
     // A sequence without this step keeps its state.
-    __device__ void update(const Place& place, char* shared, int taken, int turn, Timeout& timeout) {
-        const Rows rows(p, step_of(p, taken));
-        char* published = place.published(p, turn, taken + 1) + place.block * STATE_BYTES;
+    __device__ void update(const Place& place, char* shared, int iteration, int turn, Timeout& timeout) {
+        const Rows rows(p, step_of(p, iteration));
+        char* published = place.published(p, turn, iteration + 1) + place.block * STATE_BYTES;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             float4 terms[TERMS];
-            take(terms, sums(shared, turn) + r * OWNERS + thread, taken + 1, shared, timeout);
+            take(terms, sums(shared, turn) + r * OWNERS + thread, iteration + 1, shared, timeout);
             const float4 before = cells(shared, turn, r);
             float c[4] = {before.x, before.y, before.z, before.w}, after[4], s[4][GATES];
 #pragma unroll
@@ -89,8 +91,8 @@ struct Units : UpdatedUnits {
         }
     }
 
-    __device__ void write(char* shared, int taken, int turn) {
-        const Rows rows(p, step_of(p, taken));
+    __device__ void write(char* shared, int iteration, int turn) {
+        const Rows rows(p, step_of(p, iteration));
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             float4& cell = cells(shared, turn, r);
@@ -105,7 +107,7 @@ struct Units : UpdatedUnits {
                     Pack* gates = reinterpret_cast<Pack*>(p.gates + at(row, GATES));
 #pragma unroll
                     for (int g = 0; KEEPS_GATES && g < GATES; ++g) __stcs(gates + g * HIDDEN / 2, x[r][s][g]);
-                    if (OFFSETS || taken + 1 == p.steps) p.h_n[at(of) / 2] = h[r][s];
+                    if (OFFSETS || iteration + 1 == p.steps) p.h_n[at(of) / 2] = h[r][s];
                 }
                 if (begins >> (2 * r + s) & 1) mine = {0, 0};
             }

@@ -34,27 +34,27 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Copies copies(state + GROUP_BYTES + place_of((own.unit + own.unit_of(0)) * sizeof(Scalar), own.sequence_of(0)));
     first_state(p, group, states);  // copied to where `state` is
 
-    const auto fetch = [&](int taken) {
-        if (taken >= p.steps) return;
-        carrier.resets.look_up(p, carrier, taken + 1);  // first: it would wait for the other loads, too
-        carrier.fetch(Rows(p, step_of(p, taken)));
+    const auto fetch = [&](int iteration) {
+        if (iteration >= p.steps) return;
+        carrier.resets.look_up(p, carrier, iteration + 1);  // first: it would wait for the other loads, too
+        carrier.fetch(Rows(p, step_of(p, iteration)));
     };
-    const auto hand_operands = [&](int taken) {
-        float* there = operands + taken % 2 * OPERANDS * LANES;
+    const auto hand_operands = [&](int iteration) {
+        float* there = operands + iteration % 2 * OPERANDS * LANES;
         carrier.each_operand([&](float& x) { *there = x, there += LANES; });
     };
-    const auto take_operands = [&](int taken) {
-        const float* there = operands + taken % 2 * OPERANDS * LANES;
+    const auto take_operands = [&](int iteration) {
+        const float* there = operands + iteration % 2 * OPERANDS * LANES;
         units.each_operand([&](float& x) { x = *there, there += LANES; });
     };
-    const auto hand_results = [&](int taken) {
-        float* there = results + taken % 2 * RESULTS * LANES;
+    const auto hand_results = [&](int iteration) {
+        float* there = results + iteration % 2 * RESULTS * LANES;
         units.each_result([&](float& x) { *there = x, there += LANES; });
     };
-    const auto write = [&](int taken) {
-        const float* there = results + taken % 2 * RESULTS * LANES;
+    const auto write = [&](int iteration) {
+        const float* there = results + iteration % 2 * RESULTS * LANES;
         carrier.each_result([&](float& x) { x = *there, there += LANES; });
-        carrier.write(Rows(p, step_of(p, taken)));
+        carrier.write(Rows(p, step_of(p, iteration)));
     };
 
     if (carries) {
@@ -69,24 +69,24 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         units.zero_reset_states();
         take_operands(0);
     }
-    for (int taken = 0; taken < p.steps; ++taken) {
-        product.start_load(state + taken % 2 * GROUP_BYTES, taken);
-        float* sums = all_sums + taken % SUM_BUFFERS * SUMS;
+    for (int iteration = 0; iteration < p.steps; ++iteration) {
+        product.start_load(state + iteration % 2 * GROUP_BYTES, iteration);
+        float* sums = all_sums + iteration % SUM_BUFFERS * SUMS;
         product(sums, timeout);
         __syncthreads();
         if (updates) {
-            units.update(Rows(p, step_of(p, taken)), product, sums, copies, taken);
-            copies.move(taken % 2 ? GROUP_BYTES : -GROUP_BYTES);
-            hand_results(taken);
+            units.update(Rows(p, step_of(p, iteration)), product, sums, copies, iteration);
+            copies.move(iteration % 2 ? GROUP_BYTES : -GROUP_BYTES);
+            hand_results(iteration);
             units.zero_reset_states();
-            take_operands(taken + 1);
+            take_operands(iteration + 1);
             continue;
         }
-        if (carries) hand_operands(taken + 2);
-        if (writes && taken) write(taken - 1);
-        if (carries) fetch(taken + 3);
-        if (Block::has_sectors() && taken + PREFETCH < p.steps)
-            units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), nullptr);
+        if (carries) hand_operands(iteration + 2);
+        if (writes && iteration) write(iteration - 1);
+        if (carries) fetch(iteration + 3);
+        if (Block::has_sectors() && iteration + PREFETCH < p.steps)
+            units.prefetch_step(Rows(p, step_of(p, iteration + PREFETCH)), nullptr);
     }
     __syncthreads();
     if (writes) write(p.steps - 1);

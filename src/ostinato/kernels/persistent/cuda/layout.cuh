@@ -94,9 +94,9 @@ struct Rows {
           live(OFFSETS ? p.offsets[step + 1] - p.offsets[step] : p.batch) {}
 };
 
-// The step that is taken as number `taken`; backward starts with the last.
-__device__ inline int step_of(const Parameters& p, int taken) {
-    int step = bool(p.reverse) != bool(BACKWARD) ? p.steps - 1 - taken : taken;
+// The time step of an iteration; backward starts with the last.
+__device__ inline int step_of(const Parameters& p, int iteration) {
+    int step = bool(p.reverse) != bool(BACKWARD) ? p.steps - 1 - iteration : iteration;
     // The first step of one of the directions is zero.  Known to be, and extended to 64 bits, it is what CUDA 13.0 may
     // read too early, as in matrix.cuh.
     if (DIRECTIONS > 1) asm volatile("" : "+r"(step));
@@ -178,19 +178,19 @@ struct Resets {
     unsigned marks[SEQUENCES] = {};                     // of this step and later ones, from the lowest bit on
     bool before[SEQUENCES] = {};
 
-    // taken: 0, then 1, and so on
-    __device__ void look_up(const Parameters& p, const Block& own, int taken) {
-        load(p, own, taken);
+    // iteration: 0, then 1, and so on
+    __device__ void look_up(const Parameters& p, const Block& own, int iteration) {
+        load(p, own, iteration);
         take();
     }
     // Apart, where nobody is to wait for the marks.
-    __device__ void load(const Parameters& p, const Block& own, int taken) {
+    __device__ void load(const Parameters& p, const Block& own, int iteration) {
         if (!RESETS) return;
-        if (taken % 32 == 0 && taken < p.steps) {
+        if (iteration % 32 == 0 && iteration < p.steps) {
 #pragma unroll
             for (int k = 0; k < SEQUENCES; ++k) {
                 const int i = k * ADJACENT;
-                if (own.owned(i)) marks[k] = p.marks[taken / 32 * p.batch + own.sequence + own.sequence_of(i)];
+                if (own.owned(i)) marks[k] = p.marks[iteration / 32 * p.batch + own.sequence + own.sequence_of(i)];
             }
         }
     }

@@ -18,10 +18,10 @@ __device__ inline Word initial_word(const Parameters& p, size_t byte) {
     return word;
 }
 
-// Whether the state of a sequence is zero before the step that is taken as number `taken`.
-__device__ inline bool is_reset(const Parameters& p, int taken, int sequence) {
-    if (taken >= p.steps) return false;
-    const Rows rows(p, step_of(p, taken));
+// Whether the state of a sequence is zero before the step of an iteration.
+__device__ inline bool is_reset(const Parameters& p, int iteration, int sequence) {
+    if (iteration >= p.steps) return false;
+    const Rows rows(p, step_of(p, iteration));
     return sequence < rows.live && p.resets[rows.first + sequence];
 }
 

@@ -25,20 +25,20 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Units units(p, product, block, Block{block * UNITS, group * p.columns, sequences, thread});
     const Sender sender(mailbox);
     Timeout timeout(p.failure);
-    const auto fetch = [&](int taken) {
-        if (taken >= p.steps) return;
-        units.resets.load(p, units, taken);
-        units.fetch(taken);
+    const auto fetch = [&](int iteration) {
+        if (iteration >= p.steps) return;
+        units.resets.load(p, units, iteration);
+        units.fetch(iteration);
     };
-    const auto differentiate = [&](int taken) {
-        if (taken >= p.steps) return;
+    const auto differentiate = [&](int iteration) {
+        if (iteration >= p.steps) return;
         units.resets.take();
-        units.differentiate(Rows(p, step_of(p, taken)));
-        float* there = derivatives + taken % 2 * DERIVATIVES * LANES;
+        units.differentiate(Rows(p, step_of(p, iteration)));
+        float* there = derivatives + iteration % 2 * DERIVATIVES * LANES;
         units.each_derivative([&](float& x) { *there = x, there += LANES; });
     };
-    const auto take = [&](int taken) {
-        const float* there = derivatives + taken % 2 * DERIVATIVES * LANES;
+    const auto take = [&](int iteration) {
+        const float* there = derivatives + iteration % 2 * DERIVATIVES * LANES;
         units.each_derivative([&](float& x) { x = *there, there += LANES; });
     };
 
@@ -50,38 +50,38 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         fetch(2);
     }
     __syncthreads();
-    const auto gates_of = [&](int taken) { return reinterpret_cast<char*>(states) + taken % 2 * SLICE_BYTES; };
-    const auto gradients_of = [&](int taken) { return gradients + taken % 2 * GRADS * LANES; };
-    const auto multiply = [&](int taken) {
+    const auto gates_of = [&](int iteration) { return reinterpret_cast<char*>(states) + iteration % 2 * SLICE_BYTES; };
+    const auto gradients_of = [&](int iteration) { return gradients + iteration % 2 * GRADS * LANES; };
+    const auto multiply = [&](int iteration) {
         __syncthreads();
-        product(gates_of(taken));
-        sender.send(product, sequences, taken);
+        product(gates_of(iteration));
+        sender.send(product, sequences, iteration);
     };
     if (updates) {  // in a loop of its own: what others do would cost it registers and branches
         take(0);
-        for (int taken = 0; taken < p.steps; ++taken) {
-            units.update(gates_of(taken), taken);
+        for (int iteration = 0; iteration < p.steps; ++iteration) {
+            units.update(gates_of(iteration), iteration);
 #pragma unroll
-            for (int g = 0; g < GRADS; ++g) gradients_of(taken)[g * LANES] = units.d[0][g];
-            multiply(taken);
-            take(taken + 1);
-            units.add(product, nullptr, mailbox, taken, timeout);
+            for (int g = 0; g < GRADS; ++g) gradients_of(iteration)[g * LANES] = units.d[0][g];
+            multiply(iteration);
+            take(iteration + 1);
+            units.add(product, nullptr, mailbox, iteration, timeout);
         }
         units.write_states();
     } else {
-        for (int taken = 0; taken < p.steps; ++taken) {
-            multiply(taken);
+        for (int iteration = 0; iteration < p.steps; ++iteration) {
+            multiply(iteration);
             if (differentiates) {
-                differentiate(taken + 2);
-                fetch(taken + 3);
+                differentiate(iteration + 2);
+                fetch(iteration + 3);
             }
             if (writes) {
 #pragma unroll
-                for (int g = 0; g < GRADS; ++g) units.d[0][g] = gradients_of(taken)[g * LANES];
-                units.write(Rows(p, step_of(p, taken)));
+                for (int g = 0; g < GRADS; ++g) units.d[0][g] = gradients_of(iteration)[g * LANES];
+                units.write(Rows(p, step_of(p, iteration)));
             }
-            if (Block::has_sectors() && taken + PREFETCH < p.steps)
-                units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)));
+            if (Block::has_sectors() && iteration + PREFETCH < p.steps)
+                units.prefetch_step(Rows(p, step_of(p, iteration + PREFETCH)));
         }
         if (writes) units.write_totals(p.steps - 1);
     }

@@ -38,14 +38,14 @@ __device__ inline void multiply_in_turns(const Parameters& p, int block, uint4* 
     Timeout timeout(p.failure);
     asm volatile("bar.sync %0, %1;" :: "n"(int(BEGUN)), "n"(THREADS) : "memory");
     product.start_load(state, 0);
-    for (int taken = 0; taken < p.steps; ++taken) {
-        const char* next = state + to_next_buffer(taken) * ptrdiff_t(p.groups) * GROUP_BYTES;
+    for (int iteration = 0; iteration < p.steps; ++iteration) {
+        const char* next = state + to_next_buffer(iteration) * ptrdiff_t(p.groups) * GROUP_BYTES;
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn) {
-            product(sums + turn * SUMS, timeout, [&] { if (taken) sync_at(READ, turn); });
+            product(sums + turn * SUMS, timeout, [&] { if (iteration) sync_at(READ, turn); });
             arrive_at(WRITTEN, turn);
             const char* other = (turn ? next : state) + (1 - turn) * GROUP_BYTES;
-            if (taken + turn < p.steps) product.start_load(other, taken + turn);
+            if (iteration + turn < p.steps) product.start_load(other, iteration + turn);
         }
         state = next;
     }
@@ -56,11 +56,11 @@ __device__ inline void multiply_in_turns(const Parameters& p, int block, uint4* 
 template <typename Update, typename Prepare>
 __device__ void update_in_turns(const Parameters& p, const float* sums, char* state, Update update, Prepare prepare) {
     const int turn = own_turn();
-    for (int taken = 0; taken < p.steps; ++taken) {
-        prepare(taken, state);
-        state += to_next_buffer(taken) * ptrdiff_t(p.groups) * GROUP_BYTES;
+    for (int iteration = 0; iteration < p.steps; ++iteration) {
+        prepare(iteration, state);
+        state += to_next_buffer(iteration) * ptrdiff_t(p.groups) * GROUP_BYTES;
         sync_at(WRITTEN, turn);
-        update(taken, sums + turn * SUMS, state);
-        if (taken + 1 < p.steps) arrive_at(READ, turn);
+        update(iteration, sums + turn * SUMS, state);
+        if (iteration + 1 < p.steps) arrive_at(READ, turn);
     }
 }

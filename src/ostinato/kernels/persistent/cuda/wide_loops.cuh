@@ -143,14 +143,14 @@ template <typename Units> __device__ inline void update_all(const Parameters& p,
     Timeout timeout(p.failure);
     Units units(p, place, shared);
     units.fetch(0, 0);
-    for (int taken = 0; taken < p.steps; ++taken) {
+    for (int iteration = 0; iteration < p.steps; ++iteration) {
 #pragma unroll 1
         for (int turn = 0; turn < TURNS; ++turn) {
-            units.update(place, shared, taken, turn, timeout);
+            units.update(place, shared, iteration, turn, timeout);
             announce(p, place, turn);
-            units.write(shared, taken, turn);
+            units.write(shared, iteration, turn);
             const int next = (turn + 1) % TURNS;
-            if (taken + !next < p.steps) units.fetch(taken + !next, next);
+            if (iteration + !next < p.steps) units.fetch(iteration + !next, next);
         }
     }
     units.finish(place, shared, timeout);
