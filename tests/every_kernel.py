@@ -230,9 +230,9 @@ def rounded(in_clusters):
         case.check()
 
 
-def in_turns(in_clusters, *layer):
+def ping_pong(in_clusters, *layer):
     properties = torch.cuda.get_device_properties(0)
-    forwards, backwards = (persistent_geometries.in_turns(*layer, back, properties) for back in FLAGS)
+    forwards, backwards = (persistent_geometries.ping_pong(*layer, back, properties) for back in FLAGS)
     backwards = [back for back in backwards if (back.cluster > 1) == in_clusters]
     for forward, back in itertools.zip_longest(forwards, backwards):
         case = persistent_cases.Case("dense", *layer, forward=forward, back=back)
@@ -314,8 +314,8 @@ PARTS["wide-1152"] = partial(wide, 1152, torch.bfloat16)
 PARTS["wide-2048"] = partial(wide, 2048, torch.float16)
 for kind, in_clusters in {"persistent": False, "clusters": True}.items():
     PARTS[f"{kind}-rounded"] = partial(rounded, in_clusters)
-    PARTS[f"{kind}-turns"] = partial(in_turns, in_clusters, "gru", 512, 128, torch.float16)
-    PARTS[f"{kind}-turns-rounded"] = partial(in_turns, in_clusters, "lstm", 512, 64, torch.float32)
+    PARTS[f"{kind}-ping-pong"] = partial(ping_pong, in_clusters, "gru", 512, 128, torch.float16)
+    PARTS[f"{kind}-ping-pong-rounded"] = partial(ping_pong, in_clusters, "lstm", 512, 64, torch.float32)
     for path, shape in persistent_cases.STREAMED:
         PARTS[f"{kind}-streamed-{path}-{shape[0]}"] = partial(streamed, path, shape, in_clusters)
     for path, shape in persistent_cases.LAYERS:

@@ -12,7 +12,7 @@ from ostinato.kernels.persistent.plan import GATES
 def candidates(path, cell, hidden, batch, dtype, density=1.0, block=None, *, properties=H100, backward=False):
     """All but those of groups in turn, which have tests and sanitizer runs of their own."""
     start = Geometry(path, cell, hidden, dtype, 0, 0, 0, backward)
-    return [g for g in search.candidates(start, batch, density, block, properties) if g.turns == 1]
+    return [g for g in search.candidates(start, batch, density, block, properties) if g.block_groups == 1]
 
 
 def candidate(path, cell, hidden, batch, *others, **options):
@@ -37,7 +37,7 @@ def within_clusters(cell, hidden, batch, dtype, exact=True, backward=False, prop
 def in_pairs(cell, hidden, batch, dtype, backward, properties=H100):
     """Geometries whose threads take adjacent units together, of each size of clusters."""
     found = dense(cell, hidden, batch, dtype, backward, True, properties)
-    found = [g for g in found if g.turns == 1 and g.adjacent == 2]
+    found = [g for g in found if g.block_groups == 1 and g.adjacent == 2]
     return list({g.cluster: g for g in sorted(found, key=lambda g: -microseconds(g, batch))}.values())
 
 
@@ -50,14 +50,14 @@ def of_any_number(cell, hidden, dtype, backward, properties=H100):
 def rounded(cell, hidden, batch, backward, properties=H100):
     """Geometries in tf32, with one and with two buffers of partial sums."""
     found = dense(cell, hidden, batch, torch.float32, backward, False, properties)
-    found = {(g.cluster, g.loads_early): g for g in found if g.turns == 1 and not g.distributed}
+    found = {(g.cluster, g.loads_early): g for g in found if g.block_groups == 1 and not g.distributed}
     return [g._replace(sum_buffers=n) for g in found.values() for n in (1, 2)]
 
 
-def in_turns(cell, hidden, batch, dtype, backward, properties=H100):
+def ping_pong(cell, hidden, batch, dtype, backward, properties=H100):
     """Geometries whose blocks compute two groups in turn, of each size of groups and clusters and number at once."""
     found = dense(cell, hidden, batch, dtype, backward, False, properties)
-    return list({(g.columns, g.groups, g.cluster): g for g in found if g.turns == 2 and not g.wide}.values())
+    return list({(g.columns, g.groups, g.cluster): g for g in found if g.block_groups == 2 and not g.wide}.values())
 
 
 def wide(cell, hidden, batch, dtype, backward, properties=H100):

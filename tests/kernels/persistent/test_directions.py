@@ -14,7 +14,7 @@ from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.sequences import Sequences
 from ostinato.recurrent import sequences
 from persistent_cases import assert_compiles
-from persistent_geometries import candidate, candidates, in_turns, wide
+from persistent_geometries import candidate, candidates, ping_pong, wide
 from recurrent_layers import assert_same, assert_same_gradients, flat, inputs, twin
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
@@ -33,7 +33,7 @@ LAYERS = [  # states in clusters, in clusters of one block, in global memory; gr
 def test_kernels_of_both_directions_compile_without_a_gpu(backward):
     pytest.importorskip("cuda.core")
     found = {g.cluster > 1: g for g in candidates("dense", "gru", 130, 4, f32, backward=backward)}
-    for geometry in (*found.values(), in_turns("gru", 512, 128, f16, backward)[0]):
+    for geometry in (*found.values(), ping_pong("gru", 512, 128, f16, backward)[0]):
         assert_compiles(geometry, resets=True, directions=2)
     assert_compiles(wide("lstm", 1152, 70, f16, backward)[0], "sm_90", directions=2)
 

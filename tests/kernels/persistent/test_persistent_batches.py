@@ -11,7 +11,7 @@ from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers
 from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 from ostinato.kernels.persistent.cuda.source import macros
 from persistent_cases import TOLERANCE, Case, assert_compiles, assert_matches_the_reference
-from persistent_geometries import in_pairs, in_turns, of_any_number, wide
+from persistent_geometries import in_pairs, of_any_number, ping_pong, wide
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 FEW = [("gru", 515, bf16), ("lstm", 256, f16), ("rnn_tanh", 101, f32), ("gru", 384, f32)]
@@ -103,7 +103,7 @@ def test_kernels_of_adjacent_units_compile_without_a_gpu(backward):
         assert_compiles(in_pairs(*layer, backward)[0], resets=True, packed=True)
 
 
-IN_TURNS = [
+PING_PONG = [
     ("gru", 2048, 16, bf16),
     ("lstm", 2048, 30, f16),
     ("lstm", 1024, 48, f32),
@@ -117,12 +117,12 @@ IN_TURNS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layer", IN_TURNS)
+@pytest.mark.parametrize("layer", PING_PONG)
 def test_groups_in_turn_match_the_reference(layer, nan_memory):
     torch.manual_seed(0)
     tolerance = 1e-3 if layer[3] == f32 else TOLERANCE[layer[3]]  # float32 is rounded
     properties = torch.cuda.get_device_properties(0)
-    forwards, backwards = (in_turns(*layer, back, properties)[:2] for back in (False, True))
+    forwards, backwards = (ping_pong(*layer, back, properties)[:2] for back in (False, True))
     for forward, back in itertools.zip_longest(forwards, backwards):
         case = Case("dense", *layer, forward=forward, back=back)
         for steps, batch, special in ((13, layer[2], False), (34, layer[2], True), (3, 5, False), (1, 9, True)):
@@ -134,8 +134,8 @@ def test_groups_in_turn_match_the_reference(layer, nan_memory):
 @pytest.mark.parametrize("backward", [False, True])
 def test_kernels_of_groups_in_turn_compile_without_a_gpu(backward):
     pytest.importorskip("cuda.core")
-    for layer in IN_TURNS[backward::2]:
-        for chosen in in_turns(*layer, backward)[:1]:
+    for layer in PING_PONG[backward::2]:
+        for chosen in ping_pong(*layer, backward)[:1]:
             assert_compiles(chosen, resets=True, packed=True, keeps=not backward)
 
 

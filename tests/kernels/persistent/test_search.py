@@ -151,7 +151,7 @@ def test_gradients_of_small_layers_are_reduced_within_clusters(layer, exact, blo
 
 
 @pytest.mark.parametrize(
-    ("layer", "exact", "turns"),  # forward and backward, the faster as measured on an H200
+    ("layer", "exact", "block_groups"),  # forward and backward, the faster as measured on an H200
     [
         (("gru", 2048, 16, bf16), True, (2, 2)),
         (("lstm", 2048, 16, bf16), True, (2, 2)),
@@ -178,16 +178,16 @@ def test_gradients_of_small_layers_are_reduced_within_clusters(layer, exact, blo
         (("lstm", 1333, 40, f16), True, (1, 1)),  # would be padded to 1536
     ],
 )
-def test_blocks_take_two_groups_in_turn(layer, exact, turns):
+def test_blocks_take_two_groups_in_turn(layer, exact, block_groups):
     def choose(properties, backward):
         found = search.choose_geometry(*layer, None, None, properties, backward=backward, exact=exact)
         return found.geometry
 
     chosen = [choose(H100, backward) for backward in (False, True)]
-    assert tuple(g.turns for g in chosen) == turns
-    assert all(g.columns % 8 == 0 for g in chosen if g.turns > 1)
+    assert tuple(g.block_groups for g in chosen) == block_groups
+    assert all(g.columns % 8 == 0 for g in chosen if g.block_groups > 1)
     before = SimpleNamespace(**{**vars(H100), "major": 8})  # without bulk copies
-    assert choose(before, False).turns == 1
+    assert choose(before, False).block_groups == 1
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_blocks_take_two_groups_in_turn(layer, exact, turns):
 def test_warps_share_columns_where_the_state_is_short_beside_the_rows(layer, parts):
     chosen = [search.choose_geometry(*layer, None, None, H100, backward=b).geometry for b in (False, True)]
     assert tuple(g.column_parts for g in chosen) == parts
-    assert all(g.turns == 2 and g.tiles * 8 == g.row_tiles * g.slice * 2 // 32 for g in chosen)  # of eight warps
+    assert all(g.block_groups == 2 and g.tiles * 8 == g.row_tiles * g.slice * 2 // 32 for g in chosen)  # of eight warps
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_a_block_loads_early_many_rounded_bytes_of_many_sequences():
         for backward in (False, True):
             start = geometry.Geometry("dense", "gru", 512, f32, 0, 0, 0, backward, exact)
             found = search.candidates(start, batch, 1.0, None, H100)
-            alone = [g for g in found if g.cluster == g.turns == 1 and not g.distributed]
+            alone = [g for g in found if g.cluster == g.block_groups == 1 and not g.distributed]
             fastest = min(alone, key=lambda g: microseconds(g, batch))
             assert fastest.loads_early == (early and backward)
 
@@ -369,7 +369,7 @@ def test_few_kernels_serve_the_batches_of_a_training(monkeypatch, layer, dtype, 
         fastest = choose(batch, backward)
         assert microseconds(found, batch) <= 1.1 * microseconds(fastest, batch)
         assert found == fastest or batch not in (1, 4, 16, 64)
-        assert found.groups <= -(-batch // (found.columns * found.turns))
+        assert found.groups <= -(-batch // (found.columns * found.block_groups))
 
 
 @pytest.mark.parametrize(("columns", "fits"), [(32, True), (64, False)])

@@ -1,35 +1,35 @@
 """RNN, GRU and LSTM on NVIDIA GPUs, by kernels that NVRTC compiles.
 
-====================  =======================================================================================
-``plan.py``           the geometries of a layer's passes, or why torch's kernels run
-``passes.py``         both passes: ``forward.cu`` and ``backward.cu``, of two groups in turn ``forward_turns.cu`` and
-                      ``backward_turns.cu``, within clusters ``gather.cu`` and ``scatter.cu``, of wide batches
-                      ``forward_wide.cu`` and ``backward_wide.cu``
+=====================  ===========================================================================================
+``plan.py``        the geometries of a layer's passes, or why torch's kernels run
+``passes.py``      both passes: ``forward.cu`` and ``backward.cu``, of two groups in turn
+                      ``forward_ping_pong.cu`` and ``backward_ping_pong.cu``, within clusters ``gather.cu`` and
+                      ``scatter.cu``, of wide batches ``forward_wide.cu`` and ``backward_wide.cu``
 ``states_before.py``  the state before each step, by ``states_before.cu``
-``biases.py``         the gradients of biases, by ``biases.cu``
-``heuristics/``       which division of a layer among blocks of threads is the fastest, and how long cuDNN takes:
+``biases.py``      the gradients of biases, by ``biases.cu``
+``heuristics/``    which division of a layer among blocks of threads is the fastest, and how long cuDNN takes:
                       estimates
-``small.py``          the products of small layers in one launch
-``wavefront.py``      how many of stacked layers run at once
-``launch.py``         the kernels of a geometry: compiled and launched
-``source.py``         the CUDA files of a geometry's kernels, and what is defined for them
-``packing.py``        pruned weights in the order in which the kernels read them
-``step.py``           one step, by ``step.cu``
-====================  =======================================================================================
+``small.py``       the products of small layers in one launch
+``wavefront.py``   how many of stacked layers run at once
+``launch.py``      the kernels of a geometry: compiled and launched
+``source.py``      the CUDA files of a geometry's kernels, and what is defined for them
+``packing.py``     pruned weights in the order in which the kernels read them
+``step.py``        one step, by ``step.cu``
+=================  ===========================================================================================
 
 The loops over time named above are compiled with these, as ``source.py`` puts them together:
 
-================  ===========================================================================================
-``layout.cuh``    what all kernels share: parameters, and which units and sequences a block and a thread have
-``exchange.cuh``  the exchange between blocks; within a cluster, ``cluster.cuh`` and, of its sums, ``split.cuh``
-``matrix.cuh``    a block's part of the matrix; ``weights.cuh``, where it keeps the tiles of that
-``dense.cuh``     the product with states, which ``operand.cuh`` loads; ``scatter.cuh``, that within clusters
-``block.cuh``     the product of a pruned matrix, as is ``sparse.cuh``, with states that ``state.cuh`` loads
-``mma.cuh``       the products of tiles on tensor cores
-``prepare.cuh``   the kernel that runs before
-``turns.cuh``     two groups in turn
-``wide.cuh``      wide batches, with ``wide_product.cuh`` and ``wide_loops.cuh`` in place of all but the first two
-================  ===========================================================================================
+=================  ===========================================================================================
+``layout.cuh``     what all kernels share: parameters, and which units and sequences a block and a thread have
+``exchange.cuh``   the exchange between blocks; within a cluster, ``cluster.cuh`` and, of its sums, ``split.cuh``
+``matrix.cuh``     a block's part of the matrix; ``weights.cuh``, where it keeps the tiles of that
+``dense.cuh``      the product with states, which ``operand.cuh`` loads; ``scatter.cuh``, that within clusters
+``block.cuh``      the product of a pruned matrix, as is ``sparse.cuh``, with states that ``state.cuh`` loads
+``mma.cuh``        the products of tiles on tensor cores
+``prepare.cuh``    the kernel that runs before
+``ping_pong.cuh``  two groups in turn
+``wide.cuh``       wide batches, with ``wide_product.cuh`` and ``wide_loops.cuh`` in place of all but the first two
+=================  ===========================================================================================
 """
 
 from ostinato.kernels.persistent.cuda import small

@@ -279,7 +279,7 @@ struct Units : Block {
     }
 };
 
-#if TURNS == 1 && !DISTRIBUTED  // backward_turns.cu has the kernel for two groups, scatter.cu those of clusters
+#if BLOCK_GROUPS == 1 && !DISTRIBUTED  // others: backward_ping_pong.cu for two groups, scatter.cu in clusters
 // grid: BLOCKS blocks for each group of sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Launch launch) {
     const Parameters& p = launch.own();

@@ -14,7 +14,7 @@ struct Units : UpdatedUnits {
 
     __device__ Units(const Parameters& p, const Place& place, char* shared)
         : UpdatedUnits(place), p(p), rows(p, step_of(p, 0)) {
-        for (int turn = 0; turn < TURNS; ++turn)
+        for (int turn = 0; turn < BLOCK_GROUPS; ++turn)
             for (int r = 0; r < ROUNDS; ++r) {
                 float2 dc[2] = {};
                 for (int s = 0; s < 2; ++s) {
@@ -158,7 +158,7 @@ struct Units : UpdatedUnits {
     }
 
     __device__ void finish(const Place& place, char* shared, Timeout& timeout) const {
-        for (int turn = 0; turn < TURNS; ++turn)
+        for (int turn = 0; turn < BLOCK_GROUPS; ++turn)
             for (int r = 0; r < ROUNDS; ++r) {
                 float dh[4];
                 sum(dh, place, shared, p.steps, turn, r, timeout);
@@ -177,8 +177,8 @@ struct Units : UpdatedUnits {
     }
 };
 
-// grid: BLOCKS blocks for each TURNS groups of sequences, all resident at once
-extern "C" __global__ void __launch_bounds__(TURNS * THREADS, 1) recur(const Launch launch) {
+// grid: BLOCKS blocks for each BLOCK_GROUPS groups of sequences, all resident at once
+extern "C" __global__ void __launch_bounds__(BLOCK_GROUPS * THREADS, 1) recur(const Launch launch) {
     const Parameters& p = launch.own();
     extern __shared__ __align__(128) char shared[];
     const Place place(p);

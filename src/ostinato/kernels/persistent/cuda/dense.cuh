@@ -12,10 +12,10 @@ constexpr int ROW_TILES = (ROWS + 15) / 16 / SHARING;  // of a warp
 constexpr bool HALF = (ROWS - 1) % 16 < 8;
 constexpr int FULL = ROW_TILES - HALF;
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
-// In turns, tiles in shared memory are read two ahead if they are many.  More sequences leave no registers for it, and
-// a tile that two column tiles share is taken twice.
-constexpr bool READS_AHEAD = TURNS > 1 && SEQUENCE_TILES == 1 && !HALF && TILES - IN_REGISTERS >= 8;
-constexpr int MOST_EARLY = STREAMED ? 0 : TURNS == 1 ? 4 : READS_AHEAD ? 2 : 0;
+// In ping-pong, tiles in shared memory are read two ahead if they are many.  More sequences leave no registers for it,
+// and a tile that two column tiles share is taken twice.
+constexpr bool READS_AHEAD = BLOCK_GROUPS > 1 && SEQUENCE_TILES == 1 && !HALF && TILES - IN_REGISTERS >= 8;
+constexpr int MOST_EARLY = STREAMED ? 0 : BLOCK_GROUPS == 1 ? 4 : READS_AHEAD ? 2 : 0;
 constexpr int EARLY = TILES - IN_REGISTERS < MOST_EARLY ? TILES - IN_REGISTERS : MOST_EARLY;  // read while waiting
 constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
 constexpr int CHAINS = PRODUCTS >= 4 ? 1 : PRODUCTS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency

@@ -202,7 +202,7 @@ __device__ inline char* first_state(const Parameters& p, int group, void* shared
     return static_cast<char*>(shared);
 }
 
-#if TURNS == 1 && !SHARES_WORK  // others: forward_turns.cu for two groups, gather.cu for few units in clusters
+#if BLOCK_GROUPS == 1 && !SHARES_WORK  // others: forward_ping_pong.cu for two groups, gather.cu in clusters
 // grid: BLOCKS blocks for each group of sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Launch launch) {
     const Parameters& p = launch.own();

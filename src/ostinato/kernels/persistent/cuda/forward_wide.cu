@@ -13,7 +13,7 @@ struct Units : UpdatedUnits {
             const int at = g * HIDDEN + unit;
             bias[g] = p.bias && exists(unit) ? pack({widen(p.bias[at]), widen(p.bias[at + 1])}) : 0;
         }
-        for (int turn = 0; turn < TURNS; ++turn)
+        for (int turn = 0; turn < BLOCK_GROUPS; ++turn)
             for (int r = 0; r < ROUNDS; ++r) {
                 float c[4] = {};
                 for (int s = 0; s < 2; ++s) {
@@ -115,7 +115,7 @@ struct Units : UpdatedUnits {
     }
 
     __device__ void finish(const Place &, char* shared, Timeout &) const {
-        for (int turn = 0; turn < TURNS; ++turn)
+        for (int turn = 0; turn < BLOCK_GROUPS; ++turn)
             for (int r = 0; r < ROUNDS; ++r)
                 for (int s = 0; s < 2; ++s) {
                     const int of = sequence_of(turn, r, s);
@@ -130,12 +130,12 @@ struct Units : UpdatedUnits {
     }
 };
 
-// grid: BLOCKS blocks for each TURNS groups of sequences, all resident at once
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) recur(const Launch launch) {
+// grid: BLOCKS blocks for each BLOCK_GROUPS groups of sequences, all resident at once
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(BLOCK_GROUPS * THREADS, 1) recur(const Launch launch) {
     const Parameters& p = launch.own();
     extern __shared__ __align__(128) char shared[];
     const Place place(p);
-    for (int i = threadIdx.x; i < TURNS * TERMS * TERM; i += TURNS * THREADS)
+    for (int i = threadIdx.x; i < BLOCK_GROUPS * TERMS * TERM; i += BLOCK_GROUPS * THREADS)
         reinterpret_cast<float4*>(shared + AT_SUMS)[i] = {0, 0, 0, 0};
     begin(p, place, shared);
     sync_if_clustered();

@@ -124,8 +124,8 @@ class _Launch(NamedTuple):
 
 @functools.lru_cache(4096)
 def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special: int) -> _Launch:
-    found, of_block = kernels(geometry, device, *special), geometry.columns * geometry.turns
-    groups = -(-batch // of_block) * geometry.turns
+    found, of_block = kernels(geometry, device, *special), geometry.columns * geometry.block_groups
+    groups = -(-batch // of_block) * geometry.block_groups
     buffers = 0 if geometry.scatters else geometry.state_buffers or steps + 1
     sizes = {"states": buffers * groups * geometry.group_bytes}
     if geometry.wide:

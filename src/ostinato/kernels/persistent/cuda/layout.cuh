@@ -3,8 +3,8 @@
 // A block owns UNITS hidden units of COLUMNS sequences, a group, or with TAKES_FEWER of up to as many, and updates them
 // at every step.  Its threads share these items, and the group's blocks exchange what comes of them; see exchange.cuh.
 //
-// With TURNS of 2 a block computes two groups of COLUMNS sequences each, one while what the other exchanges is on its
-// way; see turns.cuh.
+// With BLOCK_GROUPS of 2 a block computes two groups of COLUMNS sequences each, one while what the other exchanges is
+// on its way; see ping_pong.cuh.
 //
 // With SHARES_WORK, where a block within clusters has few units, some of its warps only update them, and others do the
 // rest of the elementwise work; see gather.cu and scatter.cu.
@@ -27,7 +27,7 @@ constexpr int SLICE_BYTES = CHUNKS * COLUMNS * CHUNK;    // of a group's sequenc
 constexpr int GROUP_BYTES = SCATTERS ? SLICE_BYTES : CLUSTER * SLICE_BYTES;  // of what a block sees of it
 constexpr int SHARED_STATES = DISTRIBUTED ? STATE_BUFFERS * GROUP_BYTES : 0;  // bytes
 constexpr int ROWS = BACKWARD ? CLUSTER * UNITS : GATES * UNITS;  // of a block's part of the matrix; see matrix.cuh
-constexpr int OWNERS = THREADS / TURNS;  // threads that update a group's units: all, or half for each of two groups
+constexpr int OWNERS = THREADS / BLOCK_GROUPS;  // threads that update a group's units: all, or half for each of two
 constexpr int ITEMS = (UNITS * COLUMNS + OWNERS - 1) / OWNERS;  // (unit, sequence) pairs that a thread updates
 constexpr int WHOLE = UNITS * COLUMNS / OWNERS;   // of these every thread has: what comes of them is computed without a
                                                   // branch, which would make each item wait for the one before
@@ -81,8 +81,8 @@ __device__ inline int sequences_of(const Parameters& p) { return min(p.columns, 
 __device__ inline unsigned lane_id() { return threadIdx.x % 32; }
 __device__ inline unsigned warp_id() { return threadIdx.x / 32; }
 // Which of the block's groups this thread updates, and its number among those that do.
-__device__ inline unsigned own_turn() { return TURNS == 1 ? 0 : threadIdx.x / OWNERS % TURNS; }
-__device__ inline unsigned own_thread() { return TURNS == 1 ? threadIdx.x : threadIdx.x % OWNERS; }
+__device__ inline unsigned own_turn() { return BLOCK_GROUPS == 1 ? 0 : threadIdx.x / OWNERS % BLOCK_GROUPS; }
+__device__ inline unsigned own_thread() { return BLOCK_GROUPS == 1 ? threadIdx.x : threadIdx.x % OWNERS; }
 
 // The rows of a step: the first, and how many sequences have the step.
 struct Rows {

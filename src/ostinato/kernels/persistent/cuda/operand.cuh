@@ -1,11 +1,11 @@
 // The B operand of a warp's products: its part of the columns of the state, in pieces of 16 bytes, which are a lane's
 // fragments of two column tiles.
 //
-// A part is an eighth of the columns.  In turns it is a quarter, which two warps multiply with half of the rows each,
-// where that moves less in shared memory: the state is read twice, but of sums half as many are written and read, and
-// registers hold weights in place of the others.  SHARING is the number of warps of a part.
+// A part is an eighth of the columns.  In ping-pong it is a quarter, which two warps multiply with half of the rows
+// each, where that moves less in shared memory: the state is read twice, but of sums half as many are written and read,
+// and registers hold weights in place of the others.  SHARING is the number of warps of a part.
 
-static_assert(SHARING == 1 || (TURNS > 1 && ROWS % 32 == 0), "copied parts are shared, in whole row tiles");
+static_assert(SHARING == 1 || (BLOCK_GROUPS > 1 && ROWS % 32 == 0), "copied parts are shared, in whole row tiles");
 constexpr int PARTS = WARPS / SHARING;
 constexpr int COLUMN_TILES = (ROW_BYTES + 32 * PARTS - 1) / (32 * PARTS);  // of a part
 constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tiles: 16 bytes; of an odd one: 8
@@ -177,7 +177,7 @@ struct CopiedOperand {
     }
 };
 
-#if TURNS == 1
+#if BLOCK_GROUPS == 1
 using Operand = LoadedOperand;
 #else
 using Operand = CopiedOperand;

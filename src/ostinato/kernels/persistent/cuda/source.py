@@ -22,8 +22,8 @@ def files(geometry: Geometry) -> tuple[str, ...]:
     products: tuple[str, ...] = (*product, "prepare.cuh", "forward.cu")
     if geometry.backward:
         products = ("cluster.cuh", *product, "split.cuh", "prepare.cuh", "backward.cu")
-    if geometry.turns > 1:
-        products += ("turns.cuh", "backward_turns.cu" if geometry.backward else "forward_turns.cu")
+    if geometry.block_groups > 1:
+        products += ("ping_pong.cuh", "backward_ping_pong.cu" if geometry.backward else "forward_ping_pong.cu")
     if geometry.scatters:
         products = ("cluster.cuh", "scatter.cuh", "prepare.cuh", "backward.cu", "scatter.cu")
     elif geometry.shares_work:
@@ -66,7 +66,7 @@ def macros(
         ("CLUSTER", geometry.cluster),
         ("LOADS_EARLY", int(geometry.loads_early)),
         ("SUM_BUFFERS", geometry.sum_buffers),
-        ("TURNS", geometry.turns),
+        ("BLOCK_GROUPS", geometry.block_groups),
         ("REGISTERS", geometry.registers),
         ("STATE_BUFFERS", geometry.state_buffers),
         ("TAGGED", int(geometry.tagged)),
@@ -96,7 +96,7 @@ def _macros_of_product(geometry: Geometry) -> Macros:
 
 def feature(geometry: Geometry) -> str:
     """The feature that :func:`ostinato.kernels.cuda.nvrtc.load_kernel` compiles for: warps give registers to others."""
-    return "a" if geometry.turns > 1 else ""
+    return "a" if geometry.block_groups > 1 else ""
 
 
 def _pause(geometry: Geometry) -> int:

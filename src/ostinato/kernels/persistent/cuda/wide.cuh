@@ -2,8 +2,8 @@
 //
 // Other kernels read the matrix from their registers and shared memory once for sixteen sequences or fewer.  Here two
 // of a block's four warpgroups multiply 64 rows each, one updates units, and a warp of the last copies what is
-// multiplied into a ring of buffers in shared memory.  A block has TURNS groups of COLUMNS sequences: updates of the
-// one and their way to other blocks are hidden behind the product of the other.
+// multiplied into a ring of buffers in shared memory.  A block has BLOCK_GROUPS groups of COLUMNS sequences in
+// ping-pong: updates of the one and their way to other blocks are hidden behind the product of the other.
 //
 // CLUSTER blocks, a team, share the product of the rows of all their units: each copies and multiplies only its SLICE
 // of the columns.  Sums go to the block that updates the unit: forward to the shared memory of the pair, backward
@@ -29,8 +29,8 @@ constexpr int TERM = COLUMNS * UNITS / 4;            // float4 of a gate's sums,
 constexpr int TERMS = BACKWARD ? CLUSTER : CLUSTER * GATES;
 
 // Shared memory: weights; cells, or their gradients; forward the sums; the ring with its barriers.
-constexpr int AT_CELLS = 2 * IN_SHARED * WEIGHT_BYTES, AT_SUMS = AT_CELLS + TURNS * TERM * 16;
-constexpr int AT_RING = AT_SUMS + (BACKWARD ? 0 : TURNS * TERMS * TERM * 16), COPY_BYTES = COPIED * STATE_BYTES;
+constexpr int AT_CELLS = 2 * IN_SHARED * WEIGHT_BYTES, AT_SUMS = AT_CELLS + BLOCK_GROUPS * TERM * 16;
+constexpr int AT_RING = AT_SUMS + (BACKWARD ? 0 : BLOCK_GROUPS * TERMS * TERM * 16), COPY_BYTES = COPIED * STATE_BYTES;
 constexpr int SLOTS = (SHARED_BYTES - AT_RING - 16) / (COPY_BYTES + 16), AT_BARRIERS = AT_RING + SLOTS * COPY_BYTES;
 
 static_assert(CELL == LSTM && UNITS == 16 && BLOCKS * UNITS == PITCH && BLOCKS % CLUSTER == 0 && HIDDEN % 2 == 0);
@@ -43,8 +43,8 @@ struct Place {
     int group, block, team, rank;
 
     __device__ explicit Place(const Parameters& p)
-        : group(p.first / COLUMNS + blockIdx.x / BLOCKS * TURNS), block(blockIdx.x % BLOCKS), team(block / CLUSTER),
-          rank(block % CLUSTER) {}
+        : group(p.first / COLUMNS + blockIdx.x / BLOCKS * BLOCK_GROUPS), block(blockIdx.x % BLOCKS),
+          team(block / CLUSTER), rank(block % CLUSTER) {}
     // What blocks have published for the `count`th time, forward beginning with the initial state as number 0.
     __device__ char* published(const Parameters& p, int turn, int count) const {
         return p.states + (size_t(count & 1) * p.groups + group + turn) * GROUP_BYTES;
@@ -121,7 +121,7 @@ __device__ inline void begin(const Parameters& p, const Place& place, char* shar
     for (int number = 0; number < IN_SHARED; ++number) {
         const int tile = number * TILES / (IN_SHARED + !IN_SHARED);
 #pragma unroll
-        for (int i = threadIdx.x; i < 2 * WORDS; i += TURNS * THREADS) {
+        for (int i = threadIdx.x; i < 2 * WORDS; i += BLOCK_GROUPS * THREADS) {
             const int group = i / WORDS, in = i % WORDS;
             reinterpret_cast<unsigned*>(shared)[(group * IN_SHARED + number) * WORDS + in] =
                 two_weights(p, place, group, in / 4 % 64, tile, in / 256 * 8 + in % 4 * 2);

@@ -21,7 +21,7 @@ __device__ inline void copy(const Parameters& p, const Place& place, char* share
     Slot slot;
     for (int count = FIRST; count < p.steps + FIRST; ++count) {
 #pragma unroll 1
-        for (int turn = 0; turn < TURNS; ++turn) {
+        for (int turn = 0; turn < BLOCK_GROUPS; ++turn) {
             const char* from = place.published(p, turn, count) + place.rank * TILES * STATE_BYTES;
             unsigned ready = 0;  // a bit for each two tiles
 #pragma unroll 1
@@ -83,7 +83,7 @@ __device__ inline void multiply_all(const Parameters& p, const Place& place, cha
     Product product(p, place, shared);
     for (int count = 1; count <= p.steps; ++count) {
 #pragma unroll 1
-        for (int turn = 0; turn < TURNS; ++turn) {
+        for (int turn = 0; turn < BLOCK_GROUPS; ++turn) {
             float d[COLUMNS / 2];
             product(d);
 #pragma unroll
@@ -145,11 +145,11 @@ template <typename Units> __device__ inline void update_all(const Parameters& p,
     units.fetch(0, 0);
     for (int iteration = 0; iteration < p.steps; ++iteration) {
 #pragma unroll 1
-        for (int turn = 0; turn < TURNS; ++turn) {
+        for (int turn = 0; turn < BLOCK_GROUPS; ++turn) {
             units.update(place, shared, iteration, turn, timeout);
             announce(p, place, turn);
             units.write(shared, iteration, turn);
-            const int next = (turn + 1) % TURNS;
+            const int next = (turn + 1) % BLOCK_GROUPS;
             if (iteration + !next < p.steps) units.fetch(iteration + !next, next);
         }
     }

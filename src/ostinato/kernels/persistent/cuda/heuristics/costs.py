@@ -111,7 +111,7 @@ _SCATTERING = _Cost(
     step=0.278, multiplied=0.514, exact=2.65, updated=0.333, summed=0.272, cluster=0.0102, traffic=2.26, uneven=0.0297
 )
 # Of two groups in turn: the products of both, behind which all else is hidden.
-_IN_TURNS = {
+_PING_PONG = {
     False: _Cost(step=0.625, row=1.25, in_shared=0.599, multiplied=0.349, summed=0.767, blocks=0.218, partial=0.495),
     True: _Cost(
         step=0.65, row=0.997, in_shared=0.636, updated=0.824, summed=0.504, cluster=0.182, blocks=0.142, uneven=0.205
@@ -125,7 +125,7 @@ _SPLIT = 0.6  # of what exact products of eight sequences cost, once for all, to
 _BY_FMA = 1.3  # the cost factor of the dense kernel's exact products of one sequence
 _SPLIT_STREAMED = 3.5  # times as much for streamed weights if these are split
 _SECOND_LOAD = 75.0  # microseconds per thousand entries of a thread, if it gathers more than a load's 16 bytes for each
-_SHORT = 0.186  # microseconds more per other block of a cluster, as products of 16 bits hide it only in turns
+_SHORT = 0.186  # microseconds more per other block of a cluster, as products of 16 bits hide it only in ping-pong
 _SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
 _MASKED = 1.14  # the cost factor of a dense kernel whose weights are multiplied by a mask at every call
 _ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the block kernel waits for the state
@@ -144,8 +144,8 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     if geometry.distributed:
         cost = _SCATTERING if geometry.backward else _WITHIN_CLUSTERS
         others = geometry.blocks - 1 + max(0, geometry.blocks - _SMALL_CLUSTER)
-    if geometry.turns > 1:
-        cost = _IN_TURNS[geometry.backward]
+    if geometry.block_groups > 1:
+        cost = _PING_PONG[geometry.backward]
     if geometry.scatters:
         uneven = geometry.units * geometry.columns % 32
     passes, exact = ceil_div(geometry.columns, 8), geometry.exact and geometry.dtype == torch.float32
@@ -176,7 +176,7 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
         step += _SHARE * len(geometry.strips.tiles)
         step += _ROUND_TRIP * (ceil_div(geometry.words, geometry.words_in_flight) - 1)
     elif geometry.path == "dense" and not geometry.distributed:
-        step += _SHORT * others if geometry.dtype.itemsize == 2 and geometry.turns == 1 else 0
+        step += _SHORT * others if geometry.dtype.itemsize == 2 and geometry.block_groups == 1 else 0
     if pruned and geometry.path == "dense":
         step *= _MASKED
     return step * ceil_div(batch, geometry.sequences_at_once)

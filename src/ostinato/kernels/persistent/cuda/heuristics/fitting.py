@@ -85,10 +85,10 @@ def _fill_scattering(geometry: Geometry) -> Geometry | None:
 def _fill_dense(geometry: Geometry, shared_limit: int) -> Geometry | None:
     """Tiles that fit neither into registers nor into shared memory are streamed."""
     states = _registers_of_states(geometry)
-    most_gates = 6 if geometry.turns > 1 and geometry.is_uneven else 8  # with more those that update would spill
+    most_gates = 6 if geometry.block_groups > 1 and geometry.is_uneven else 8  # with more those that update would spill
     if states > 128 or (geometry.backward and geometry.gates > most_gates):
         return None
-    if geometry.turns > 1 and geometry.registers < 128:  # those that update can give registers, not take them
+    if geometry.block_groups > 1 and geometry.registers < 128:  # those that update can give registers, not take them
         return None
     free = (geometry.registers - states - _registers_beside_states(geometry)) // 4
     room = (shared_limit - geometry._replace(tiles=geometry.streamed).shared_bytes) // geometry.tile_bytes
@@ -105,8 +105,8 @@ def _fill_dense(geometry: Geometry, shared_limit: int) -> Geometry | None:
 
 
 def _registers_of_states(geometry: Geometry) -> int:
-    """Registers of the dense kernel's operands; in turns two of their column tiles are loaded at a time."""
-    return (2 * geometry.column_tiles if geometry.turns == 1 else 8) * ceil_div(geometry.capacity, 8)
+    """Registers of the dense kernel's operands; in ping-pong two of their column tiles are loaded at a time."""
+    return (2 * geometry.column_tiles if geometry.block_groups == 1 else 8) * ceil_div(geometry.capacity, 8)
 
 
 def _registers_beside_states(geometry: Geometry) -> int:
@@ -116,7 +116,7 @@ def _registers_beside_states(geometry: Geometry) -> int:
     count = 4 * products * _chains(products) + 20 + 4 * sequence_tiles
     if geometry.dtype == torch.float32:
         count += 32 if geometry.exact else 20
-    if geometry.backward and geometry.turns == 1:  # else others update
+    if geometry.backward and geometry.block_groups == 1:  # else others update
         count += max(24, 6 * geometry.gates)
     if geometry.takes_fewer:  # what each step makes of the number of sequences; it is kept where there is room
         more = geometry.cluster > 1 if geometry.backward else 2 * (geometry.cell == "lstm" or geometry.has_half_tiles)

@@ -15,12 +15,12 @@ through global memory, see ``exchange.cuh``.  There are three kinds of matrix pr
 
 The dense product is that of four kernels, told by the fields of a :class:`Geometry`:
 
-===================  ==================================================================================
-none of the others   a block computes one group, whose states pass through global memory, as of pruned layers
-``distributed``      a group's blocks are one cluster, and the states stay in its shared memory
-``turns`` of 2       a block computes two groups in turn: some of its warps multiply, others update
-``wide`` as well     so do the warpgroups of a block, of many sequences each; see ``wide.cuh``
-===================  ==================================================================================
+=====================  ==================================================================================
+none of the others     a block computes one group, whose states pass through global memory, as of pruned layers
+``distributed``        a group's blocks are one cluster, and the states stay in its shared memory
+``block_groups`` of 2  a block computes two groups in turn: some of its warps multiply, others update
+``wide`` as well       so do the warpgroups of a block, of many sequences each; see ``wide.cuh``
+=====================  ==================================================================================
 """
 
 import math
@@ -77,7 +77,7 @@ class Geometry(NamedTuple):
 
     # Of the dense product alone, see above.
     distributed: bool = False  # states stay in the shared memory of a cluster of all blocks of a group
-    turns: int = 1  # groups that a block computes in turn
+    block_groups: int = 1  # groups that a block computes in turn, in ping-pong
     wide: bool = False  # the product of many sequences by warpgroups, which `cluster` blocks share
     sum_buffers: int = 2  # for the partial sums of a step; with one, warps wait for each other before they write theirs
 
@@ -101,7 +101,7 @@ class Geometry(NamedTuple):
         whole = 16 // self.dtype.itemsize
         if self.wide:
             whole = 8 * 16
-        elif self.turns > 1:
+        elif self.block_groups > 1:
             whole = self.cluster * WARPS * 64 // self.dtype.itemsize
             whole //= math.gcd(whole, GATES[self.cell] if self.backward else 1)
         return round_up(self.hidden_size, whole)
@@ -113,7 +113,7 @@ class Geometry(NamedTuple):
         A tile of the tensor cores has room for eight in any case.  A kernel without room for the sums of so many, or
         that divides its threads among the sequences, is compiled for the number that it has.
         """
-        whole = self.path == "dense" and self.turns == 1 and not self.distributed and not self.streamed
+        whole = self.path == "dense" and self.block_groups == 1 and not self.distributed and not self.streamed
         return whole and 1 < self.columns <= 8
 
     @property
@@ -124,7 +124,7 @@ class Geometry(NamedTuple):
     @property
     def sequences_at_once(self) -> int:
         """Sequences of all groups that are resident at once."""
-        return self.groups * self.turns * self.columns
+        return self.groups * self.block_groups * self.columns
 
     @property
     def blocks(self) -> int:
@@ -198,12 +198,12 @@ class Geometry(NamedTuple):
     @property
     def threads(self) -> int:
         """Threads of a block: those that multiply, and for groups in turn as many again that update units."""
-        return THREADS * self.turns
+        return THREADS * self.block_groups
 
     @property
     def owners(self) -> int:
         """Threads of a block that update a group's units."""
-        return THREADS // self.turns
+        return THREADS // self.block_groups
 
     @property
     def adjacent(self) -> int:
@@ -235,7 +235,7 @@ class Geometry(NamedTuple):
         """Registers of a thread that multiplies; for groups in turn, what one that updates leaves it of their 256."""
         if self.wide:
             return 184 if self.backward else 200
-        if self.turns == 1:
+        if self.block_groups == 1:
             return REGISTERS
         updating = 40 + 8 * self.gates if self.backward else 18 + 7 * self.gates
         return 256 - round_up(updating + 8 * self.is_uneven, 8)
@@ -254,7 +254,7 @@ class Geometry(NamedTuple):
         See ``operand.cuh``.
         """
         short = self.slice * self.dtype.itemsize <= 2 * self.rows * min(self.columns, 16)
-        return WARPS // 2 if short and self.turns > 1 and self.rows % 32 == 0 and not self.wide else WARPS
+        return WARPS // 2 if short and self.block_groups > 1 and self.rows % 32 == 0 and not self.wide else WARPS
 
     @property
     def row_tiles_of_warp(self) -> int:
@@ -350,9 +350,9 @@ class Geometry(NamedTuple):
             rows = self.parts_of_sums * (16 * len(self.strips.tiles) * WARPS // self.strips.shares + 4)
         sums = 0 if self.scatters else self.sum_buffers * rows * self.capacity * 4
         state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
-        mail = self.turns * 2 * (self.cluster - (not self.scatters)) * self.units * self.capacity * 8
+        mail = self.block_groups * 2 * (self.cluster - (not self.scatters)) * self.units * self.capacity * 8
         state += self.distributed * self.state_buffers * self.group_bytes
-        if self.turns > 1:  # what is multiplied is copied there, with a barrier for each part
+        if self.block_groups > 1:  # what is multiplied is copied there, with a barrier for each part
             state += self.slice * self.columns * self.dtype.itemsize + 16 * self.column_parts
         if self.shares_work:  # operands and results of updates, on their way from thread to thread
             state += 2 * (GATES[self.cell] + 5 + 4) * round_up(self.units * self.capacity, 32) * 4

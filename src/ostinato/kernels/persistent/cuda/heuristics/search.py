@@ -92,7 +92,7 @@ def _clusters(start: Geometry, batch: int, device: Device, share: int) -> Iterat
                 yield cluster._replace(columns=columns, groups=min(resident, ceil_div(batch, columns)))
 
 
-def _in_turns(start: Geometry, batch: int, device: Device, share: int) -> Iterator[Geometry]:
+def _ping_pong(start: Geometry, batch: int, device: Device, share: int) -> Iterator[Geometry]:
     """The divisions of units and sequences in which each block computes two groups in turn.
 
     It was measured to pay for gated layers, unless states are small or products exact, and where both groups do not
@@ -100,10 +100,10 @@ def _in_turns(start: Geometry, batch: int, device: Device, share: int) -> Iterat
     """
     processors = device.multi_processor_count // share
     exact = start.exact and start.dtype == torch.float32
-    start = start._replace(turns=2)
+    start = start._replace(block_groups=2)
     if GATES[start.cell] > 1 and not exact and start.pitch * start.dtype.itemsize >= LEAST_COPIED:
         for covering in _coverings(start, round_up(ceil_div(batch, 2), 8), device, share):
-            shared = covering.blocks * covering.groups * covering.turns > processors
+            shared = covering.blocks * covering.groups * covering.block_groups > processors
             if shared and covering.columns % 8 == covering.pitch % covering.units == 0:
                 yield covering
 
@@ -118,7 +118,7 @@ def _wide(start: Geometry, device: Device, share: int) -> Iterator[Geometry]:
     if not fits or start.dtype.itemsize != 2 or device.major != 9:
         return
     for columns, in_registers in ((32, 38), (64, 34)):
-        wide = start._replace(units=units, columns=columns, groups=1, cluster=cluster, turns=2, wide=True)
+        wide = start._replace(units=units, columns=columns, groups=1, cluster=cluster, block_groups=2, wide=True)
         resident = resident_blocks(device, wide.blocks_of_a_cluster)
         room = device.shared_memory_per_block_optin >= wide.shared_bytes
         if room and share * wide.blocks <= resident < 2 * wide.blocks:
@@ -175,14 +175,14 @@ def candidates(
     coverings = _coverings(start, batch, device, share)
     if start.path == "dense" and device.major >= 9:
         coverings = itertools.chain(coverings, _clusters(start, batch, device, share))
-        coverings = itertools.chain(coverings, _in_turns(start, batch, device, share))
+        coverings = itertools.chain(coverings, _ping_pong(start, batch, device, share))
     for covering in coverings:
         filled = _with_weights(covering, density, block or (1, 1), device.shared_memory_per_block_optin)
         if filled is None:
             continue
-        most = most_streamed(device) if filled.turns == 1 else 0  # in turns: twice a step
+        most = most_streamed(device) if filled.block_groups == 1 else 0  # in ping-pong: twice a step
         # Of groups in turn, products of few tiles hide little of an exchange.
-        enough = filled.turns == 1 or filled.tiles >= LEAST_TILES[start.backward]
+        enough = filled.block_groups == 1 or filled.tiles >= LEAST_TILES[start.backward]
         if enough and filled.bytes_streamed * share <= most:
             yield filled
 
@@ -196,7 +196,7 @@ def _with_weights(geometry: Geometry, density: float, block: tuple[int, int], sh
         half, column_tiles = geometry.has_half_tiles, geometry.column_tiles
         tiles = (geometry.row_tiles_of_warp - half) * column_tiles + half * ceil_div(column_tiles, 2)
         filled = fill_registers(geometry._replace(tiles=tiles), shared)
-        if geometry.turns == 1 and (filled is None or filled.streamed):
+        if geometry.block_groups == 1 and (filled is None or filled.streamed):
             filled = fill_registers(geometry._replace(tiles=tiles, sum_buffers=1), shared) or filled
         return filled
     rows, columns = reversed(block) if geometry.backward else block  # of a pruned block, backward transposed
@@ -241,11 +241,13 @@ def _for_batch(geometry: Geometry, batch: int, device: Device, share: int) -> It
     """The ways in which a geometry's kernel runs a batch: in more groups, or in groups of more sequences."""
     size = 1 << (geometry.blocks_of_a_cluster - 1).bit_length()
     most = resident_blocks(device, size) // share // max(size, geometry.blocks)
-    all_groups = ceil_div(batch, geometry.capacity * geometry.turns)
+    all_groups = ceil_div(batch, geometry.capacity * geometry.block_groups)
     launches = ceil_div(all_groups, most)
     for groups in range(ceil_div(all_groups, launches), most + 1):
-        columns = ceil_div(batch, launches * groups * geometry.turns) if geometry.takes_fewer else geometry.columns
-        way = geometry._replace(columns=columns, groups=min(groups, ceil_div(batch, columns * geometry.turns)))
+        columns = (
+            ceil_div(batch, launches * groups * geometry.block_groups) if geometry.takes_fewer else geometry.columns
+        )
+        way = geometry._replace(columns=columns, groups=min(groups, ceil_div(batch, columns * geometry.block_groups)))
         if way.capacity == geometry.capacity:
             yield way
 

@@ -1,13 +1,13 @@
-// The forward kernel of two groups in turn; see turns.cuh.
+// The forward kernel of two groups in turn; see ping_pong.cuh.
 
 // grid: BLOCKS blocks for each two groups of COLUMNS sequences, all resident at once
-extern "C" __global__ void __launch_bounds__(TURNS * THREADS, 1) recur(const Launch launch) {
+extern "C" __global__ void __launch_bounds__(BLOCK_GROUPS * THREADS, 1) recur(const Launch launch) {
     const Parameters& p = launch.own();
     extern __shared__ uint4 shared[];
-    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS * TURNS;
+    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS * BLOCK_GROUPS;
     char* state = p.states + size_t(group) * GROUP_BYTES;
     float* sums = reinterpret_cast<float*>(shared);
-    if (threadIdx.x < THREADS) return multiply_in_turns(p, block, shared + TURNS * SUMS / 4, sums, state);
+    if (threadIdx.x < THREADS) return multiply_ping_pong(p, block, shared + BLOCK_GROUPS * SUMS / 4, sums, state);
 
     give_registers();
     const Product product{};
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(TURNS * THREADS, 1) recur(const Lau
     const auto update = [&](int iteration, const float* sums, char* next) {
         units.update(rows, product, sums, next, iteration);
     };
-    update_in_turns(p, sums, state + own_turn() * GROUP_BYTES, update, prepare);
+    update_ping_pong(p, sums, state + own_turn() * GROUP_BYTES, update, prepare);
     units.write(rows);
     units.finish();
 }

@@ -1,16 +1,16 @@
-// The backward kernel of two groups in turn; see turns.cuh.
+// The backward kernel of two groups in turn; see ping_pong.cuh.
 
 // grid: BLOCKS blocks for each two groups of COLUMNS sequences, all resident at once
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) recur(const Launch launch) {
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(BLOCK_GROUPS * THREADS, 1) recur(const Launch launch) {
     const Parameters& p = launch.own();
     extern __shared__ uint4 shared[];
-    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS * TURNS;
+    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS * BLOCK_GROUPS;
     char* state = p.states + size_t(group) * GROUP_BYTES;
     float* sums = reinterpret_cast<float*>(shared);
-    uint4 *mail = shared + TURNS * SUMS / 4, *weights = mail + TURNS * Mailbox::WORDS / 2;
+    uint4 *mail = shared + BLOCK_GROUPS * SUMS / 4, *weights = mail + BLOCK_GROUPS * Mailbox::WORDS / 2;
     Mailbox mailbox(block, mail);
     if (threadIdx.x < THREADS) {
-        multiply_in_turns(p, block, weights, sums, state + block % CLUSTER * SLICE_BYTES);
+        multiply_ping_pong(p, block, weights, sums, state + block % CLUSTER * SLICE_BYTES);
     } else {
         give_registers();
         const Product product{};
@@ -42,7 +42,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) rec
         };
         state += own_turn() * GROUP_BYTES;
         units.update(state, 0);
-        update_in_turns(p, sums, state, update, prepare);
+        update_ping_pong(p, sums, state, update, prepare);
         units.write_states();
     }
     sync_if_clustered();
