@@ -156,7 +156,7 @@ class Slabs {
 };
 
 // A lane's part of a tile's sums.
-struct OfOrdinaryCores {
+struct FmaSums {
     static constexpr int ROWS = 8, COLUMNS = 4;
     float sum[ROWS][COLUMNS] = {};
 
@@ -184,7 +184,7 @@ struct OfOrdinaryCores {
     }
 };
 
-struct OfTensorCores {
+struct MmaSums {
     static constexpr int ROWS = TILE / 16, COLUMNS = TILE / 8;  // in units of the instruction
     float sum[ROWS][COLUMNS][4] = {};
     const Offsets offsets{1};
@@ -228,8 +228,8 @@ struct OfTensorCores {
     }
 };
 
-template <bool> struct SumsOf { using type = OfOrdinaryCores; };
-template <> struct SumsOf<true> { using type = OfTensorCores; };
+template <bool> struct SumsOf { using type = FmaSums; };
+template <> struct SumsOf<true> { using type = MmaSums; };
 
 // The sums of rows of float32, of a tile's columns.
 __device__ inline void add_rows(const Arguments& p, const Product& q, int column) {

@@ -44,10 +44,10 @@ __device__ inline void mma(float (&d)[4], const uint4& a, unsigned b0, unsigned 
 
 // Exact float32 of one sequence uses FMA instructions, since tensor cores would need three tf32 products.  All lanes
 // then hold the same state, and each accumulates its columns' share of two rows in d[0] and d[2].
-constexpr bool ORDINARY = EXACT && COLUMNS == 1;
+constexpr bool BY_FMA = EXACT && COLUMNS == 1;
 
 __device__ inline void multiply(float (&d)[4], const uint4& a, Word b) {
-    if constexpr (!ORDINARY) return mma(d, a, low(b), high(b), Scalar());
+    if constexpr (!BY_FMA) return mma(d, a, low(b), high(b), Scalar());
     const float first = __uint_as_float(low(b)), second = __uint_as_float(high(b));
     d[0] = fmaf(__uint_as_float(a.x), first, fmaf(__uint_as_float(a.z), second, d[0]));
     d[2] = fmaf(__uint_as_float(a.y), first, fmaf(__uint_as_float(a.w), second, d[2]));
@@ -55,7 +55,7 @@ __device__ inline void multiply(float (&d)[4], const uint4& a, Word b) {
 
 // Reduces a row's sum over the four lanes that hold shares of it.
 __device__ inline float over_lanes(float sum) {
-    if (!ORDINARY) return sum;
+    if (!BY_FMA) return sum;
     sum += __shfl_xor_sync(~0u, sum, 1);
     return sum + __shfl_xor_sync(~0u, sum, 2);
 }
