@@ -1,0 +1,16 @@
+"""What the tests of benchmarks run on."""
+
+import pytest
+
+from bench_runs import GRU, MINGRU, MINLSTM, PRUNED, SCAN, TRAINED
+from ostinato.bench import shapes
+from ostinato.bench.workloads import Equation, ParaLayer, Training
+
+
+@pytest.fixture
+def small(monkeypatch, few_rounds):
+    """Tiny workloads."""
+    quick = {"scan": [SCAN], "layer": [MINGRU, MINLSTM], "persistent": [GRU], "training": [TRAINED, PRUNED]}
+    quick["recurrence"] = [Equation("invented", 2, 64, 8), ParaLayer("ParaLSTM", 2, 24, 4, 8)]
+    quick["training-sweep"] = [Training("GRU", hidden, who=shapes.IN_GRAPHS) for hidden in (8, 16)]
+    monkeypatch.setattr(shapes, "QUICK", quick)
