@@ -1,10 +1,6 @@
 """The Numba loops against the float64 reference and its autograd gradients."""
 
 import math
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,10 +10,7 @@ from hypothesis import strategies as st
 
 from comparisons import TOLERANCE, assert_close, assert_same, strided
 from minimal_layers import layer, layer_backward
-from ostinato.kernels.cpu import memory
-from ostinato.kernels.cpu import threads as kernel_threads
 from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES
-from ostinato.kernels.cpu.transpose import is_transposable, transposed
 from ostinato.kernels.scan import Order, cpu, cpu_loops, cpu_narrow, reference
 from ostinato.minimal.recurrences import RECURRENCES
 
@@ -27,16 +20,6 @@ CELLS = {"mingru": 2, "minlstm": 3}
 few = settings(max_examples=40, deadline=None)
 dtypes = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
 seeds = st.integers(0, 2**31)
-
-
-@pytest.fixture
-def always_parallel(monkeypatch):
-    """By two threads, also where the tests have one."""
-    monkeypatch.setattr(kernel_threads, "PARALLEL", 0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 layouts = st.sampled_from(["contiguous", "time-major", "time-contiguous", "channels apart", "part of a row"])
@@ -204,24 +187,6 @@ def test_few_channels_of_many_steps_are_scanned_one_by_one(loops_called, shape, 
     cpu.linear_scan(x, x, None, Order())
     cpu.linear_scan(x.flatten(0, 1)[None], x.flatten(0, 1)[None], None, Order(torch.arange(10) * shape[1]))
     assert [loop is cpu_narrow.scan(NUMPY_DTYPES[x.dtype]) for loop in loops_called] == [narrow, narrow]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 17, 31), (2, 100, 257), (5, 64, 72)])
-def test_transposed_copies_every_number_to_its_place(always_parallel, dtype, shape):
-    batch, length, channels = shape
-    x = torch.arange(2 * batch * length * channels, dtype=dtype).view(batch, 2 * channels, length).mT[..., :channels]
-    for y in (x, x[:1].expand(shape), x[..., :1].expand(shape)):
-        assert is_transposable(y)
-        assert transposed(y).is_contiguous()
-        assert torch.equal(transposed(y), y)
-
-
-@pytest.mark.parametrize(("shape", "transposable"), [((3, 16, 16), True), ((3, 15, 16), False), ((3, 16, 15), False)])
-def test_only_blocks_of_whole_cache_lines_are_transposed(shape, transposable):
-    assert is_transposable(strided(torch.ones(shape), "time-contiguous")) == transposable
-    assert not is_transposable(torch.ones(shape))
-    assert is_transposable(strided(torch.ones(shape).double(), "time-contiguous"))
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -489,45 +454,6 @@ def test_log_scan_of_zeros_and_infinities():
     assert relative(h, expected) < 1e-6
 
 
-def everything(seed):
-    """A call of every entry point, large enough for several pieces."""
-    generator = torch.Generator().manual_seed(seed)
-    a, b, grad_h = (torch.rand(3, 50, 70, generator=generator) for _ in range(3))
-    wide = torch.rand(1, 9, 2100, generator=generator)
-    pre = torch.randn(20, 30, 2 * 3 * 40, generator=generator)
-    bias, grad = torch.randn(240, generator=generator), torch.randn(20, 30, 80, generator=generator)
-    h, h_last = cpu.linear_scan(a, b, None, Order())
-    log_h, log_last = cpu.log_linear_scan(a.log(), b.log(), None, Order(reverse=True))
-    y, y_last = layer("cpu", pre, bias, None, None, "minlstm", "positive", False, 2)
-    return (
-        *(h, h_last, log_h, log_last, y, y_last),
-        *cpu.linear_scan(wide, wide, None, Order(reverse=True)),
-        *cpu.linear_scan_backward(a, h, None, grad_h, h_last, Order()),
-        *cpu.log_linear_scan_backward(a.log(), b.log(), log_h, None, grad_h, log_last, Order(reverse=True)),
-        *layer_backward("cpu", pre, bias, None, y, grad, y_last, None, "minlstm", "positive", False, 2),
-    )
-
-
-@pytest.fixture(params=["OpenMP's threads", "our own threads"])
-def threads(request, always_parallel, monkeypatch):
-    if request.param == "our own threads":
-        monkeypatch.setattr(kernel_threads, "_openmp_parallel", lambda: None)
-    elif kernel_threads._openmp_parallel() is None:
-        pytest.skip("no OpenMP of GCC's kind")
-
-
-def test_results_do_not_depend_on_the_number_of_threads(threads):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        expected = everything(0)
-        for count in (2, 3, 7):
-            torch.set_num_threads(count)
-            assert_same(everything(0), expected)
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_the_gates_of_min_lstm_are_exact():
     steps = torch.linspace(-30, 30, 61, dtype=torch.float64)
     f, i = torch.meshgrid(steps, steps, indexing="ij")
@@ -535,75 +461,3 @@ def test_the_gates_of_min_lstm_are_exact():
     p_f, p_i = 1 + (-f).exp(), 1 + (-i).exp()
     assert (keep * (p_f + p_i) / p_i - 1).abs().max() < 1e-14
     assert (mix * (p_f + p_i) / p_f - 1).abs().max() < 1e-14
-
-
-def test_many_threads_at_once(threads):
-    expected = [everything(seed) for seed in range(4)]
-    with ThreadPoolExecutor(8) as pool:
-        for seed, got in enumerate(pool.map(everything, [0, 1, 2, 3] * 8)):
-            assert_same(got, expected[seed % 4])
-
-
-def test_large_results_reuse_memory_only_when_it_is_free(monkeypatch):
-    monkeypatch.setattr(memory, "LARGE", 1 << 12)
-    expected = everything(0)
-    kept = [everything(seed) for seed in (0, 1, 0)]
-    addresses = {x.data_ptr() for x in kept[2] if x is not None}
-    assert_same(kept[0], expected)
-    assert_same(kept[2], expected)
-    del kept[2]
-    last = everything(0)
-    if sys.platform == "linux":
-        assert addresses & {x.data_ptr() for x in last if x is not None}
-    assert_same(last, expected)
-    assert_same(kept[0], expected)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="no memory is kept there")
-def test_memory_kept_for_reuse_follows_the_sizes_in_use(monkeypatch):
-    monkeypatch.setattr(memory, "LARGE", 1 << 12)
-    monkeypatch.setattr(memory, "SPARE", 1 << 16)
-    monkeypatch.setattr(memory, "_kept", [])
-
-    def make(kilobytes):
-        return memory.empty((kilobytes << 8,), torch.float32)
-
-    for size in (900, 20, 300, 100, 40, 900, 8, 2000, 50):  # none fits what the one before left
-        held = make(size)
-        assert sum(map(len, memory._kept)) <= 1 << 16
-        del held
-        assert len(memory._kept[-1]) == size << 10
-    small, large = make(400), make(700)
-    addresses = small.data_ptr(), large.data_ptr()
-    del large, small
-    for _ in range(3):  # the smaller request does not take the larger block
-        again = make(400), make(700)
-        assert tuple(x.data_ptr() for x in again) == addresses
-        del again
-
-
-FORK = """
-import os, signal, torch
-torch.set_num_threads(2)  # where the tests have one, no team of OpenMP would be lost
-from ostinato.kernels.cpu import threads
-from ostinato.kernels.scan import Order, cpu
-a, b = torch.rand(2, 500, 300), torch.rand(2, 500, 300)
-def scan():
-    return cpu.linear_scan(a, b, None, Order())[0].numpy().tobytes()
-expected = scan()
-for openmp in (True, False):
-    if not openmp:
-        threads._openmp_parallel = lambda: None
-        scan()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        os._exit(0 if scan() == expected else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert scan() == expected
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
-def test_forked_worker_after_first_use():
-    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60)
