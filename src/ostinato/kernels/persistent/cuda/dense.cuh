@@ -51,8 +51,8 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {  // mma's order: upper and lower rows of the first half of the columns, of the second
         const int c = column + r % 2 * beside, there = row + (beside ? 0 : r % 2 * 8);
-        const int in_piece = c / 2 < PIECES ? lane % 4 * 16 + c % 2 * 8 : lane % 4 * 8;
-        const int first = (first_byte(warp / SHARING, c / 2) + in_piece + r / 2 * 4) / int(sizeof(Scalar));
+        const int in_pair = c / 2 < PAIRS ? lane % 4 * 16 + c % 2 * 8 : lane % 4 * 8;
+        const int first = (first_byte(warp / SHARING, c / 2) + in_pair + r / 2 * 4) / int(sizeof(Scalar));
         const bool exists = c < COLUMN_TILES;
         registers[r] = exists ? operand_bits(widen(weight_at(p, block, there, first))) : 0;
         if (sizeof(Scalar) == 2 && exists)
@@ -114,12 +114,12 @@ struct Product {
             operand.wait(timeout);
             accumulators = {};
             uint4 half;  // the last tile shared by two column tiles
-            Piece piece[SEQUENCE_TILES];
+            WordPair pair[SEQUENCE_TILES];
 #pragma unroll
             for (int c = 0; c < COLUMN_TILES; ++c) {
 #pragma unroll
                 for (int s = 0; s < SEQUENCE_TILES; ++s)
-                    if (c % 2 == 0) piece[s] = operand.piece(s, c / 2);
+                    if (c % 2 == 0) pair[s] = operand.pair(s, c / 2);
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
                     const int tile = tile_at(c, r);
@@ -128,7 +128,7 @@ struct Product {
                     if (r == FULL) half = a;
 #pragma unroll
                     for (int s = 0; s < SEQUENCE_TILES; ++s)
-                        multiply(r < FULL ? d[c % CHAINS][r][s] : halves[c % 2][s], a, piece[s].word[c % 2]);
+                        multiply(r < FULL ? d[c % CHAINS][r][s] : halves[c % 2][s], a, pair[s].word[c % 2]);
                 }
             }
         } while (operand.lacked_any(timeout));

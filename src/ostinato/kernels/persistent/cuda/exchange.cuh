@@ -39,7 +39,7 @@
 // group, the slice is what the block computed itself, and the sums are all that is exchanged.
 
 using Word = unsigned long long;
-struct Piece { Word word[2]; };
+struct WordPair { Word word[2]; };  // 16 bytes, which are loaded together
 
 constexpr Word ABSENT = ~0ull;
 constexpr unsigned TAG = TAGGED ? 0x1fff : 0;
@@ -50,8 +50,8 @@ __device__ inline bool absent(unsigned half, unsigned step) { return TAGGED ? (h
 __device__ inline bool absent(Word word, unsigned step) {
     return absent(high(word), step) || (HALF_WORDS && absent(low(word), step));
 }
-__device__ inline bool absent(const Piece& piece, unsigned step) {
-    return absent(piece.word[0], step) || absent(piece.word[1], step);
+__device__ inline bool absent(const WordPair& pair, unsigned step) {
+    return absent(pair.word[0], step) || absent(pair.word[1], step);
 }
 
 // Where blocks form clusters, the cluster's barrier: all blocks have started, and none exits before all are done.
@@ -80,12 +80,12 @@ __device__ inline int to_next_buffer(int step) {
 #if HALF_WORDS
 #define LOAD_WORD(address)                                                                                           \
     "{ .reg .b32 h<2>; mov.b64 {h0, h1}, %0; @p " LOAD_STATE ".v2.b32 {h0, h1}, [" address "]; mov.b64 %0, {h0, h1}; }"
-#define LOAD_PIECE(address)                                                                                          \
+#define LOAD_PAIR(address)                                                                                           \
     "{ .reg .b32 h<4>; mov.b64 {h0, h1}, %0; mov.b64 {h2, h3}, %1; @p " LOAD_STATE ".v4.b32 {h0, h1, h2, h3},"       \
     " [" address "]; mov.b64 %0, {h0, h1}; mov.b64 %1, {h2, h3}; }"
 #else
 #define LOAD_WORD(address) "@p " LOAD_STATE ".b64 %0, [" address "];"
-#define LOAD_PIECE(address) "@p " LOAD_STATE ".v2.b64 {%0, %1}, [" address "];"
+#define LOAD_PAIR(address) "@p " LOAD_STATE ".v2.b64 {%0, %1}, [" address "];"
 #endif
 
 __device__ inline size_t state_address(const char* address) {
@@ -100,10 +100,10 @@ __device__ inline bool poll(Word& word, const char* address, unsigned step) {
     return wanted;
 }
 
-__device__ inline bool poll(Piece& piece, const char* address, unsigned step) {
-    const bool wanted = absent(piece, step);
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; " LOAD_PIECE("%3") " }"
-                 : "+l"(piece.word[0]), "+l"(piece.word[1])
+__device__ inline bool poll(WordPair& pair, const char* address, unsigned step) {
+    const bool wanted = absent(pair, step);
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; " LOAD_PAIR("%3") " }"
+                 : "+l"(pair.word[0]), "+l"(pair.word[1])
                  : "r"(unsigned(wanted)), "l"(state_address(address)) : "memory");
     return wanted;
 }
@@ -114,10 +114,10 @@ __device__ inline void read(Word& word, const char* address, bool exists, unsign
                  : "=&l"(word) : "r"(unsigned(exists)), "l"(state_address(address)), "r"(step & TAG) : "memory");
 }
 
-__device__ inline void read(Piece& piece, const char* address, bool exists, unsigned step) {
+__device__ inline void read(WordPair& pair, const char* address, bool exists, unsigned step) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; mov.b64 %0, {%4, %4}; mov.b64 %1, {%4, %4}; "
-                 LOAD_PIECE("%3") " }"
-                 : "=&l"(piece.word[0]), "=&l"(piece.word[1])
+                 LOAD_PAIR("%3") " }"
+                 : "=&l"(pair.word[0]), "=&l"(pair.word[1])
                  : "r"(unsigned(exists)), "l"(state_address(address)), "r"(step & TAG) : "memory");
 }
 

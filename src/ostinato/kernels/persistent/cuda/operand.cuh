@@ -1,5 +1,5 @@
-// The B operand of a warp's products: its part of the columns of the state, in pieces of 16 bytes, which are a lane's
-// fragments of two column tiles.
+// The B operand of a warp's products: its part of the columns of the state, in pairs of words, 16 bytes, which are a
+// lane's fragments of two column tiles.
 //
 // A part is an eighth of the columns.  In ping-pong it is a quarter, which two warps multiply with half of the rows
 // each, where that moves less in shared memory: the state is read twice, but of sums half as many are written and read,
@@ -8,7 +8,7 @@
 static_assert(SHARING == 1 || (BLOCK_GROUPS > 1 && ROWS % 32 == 0), "copied parts are shared, in whole row tiles");
 constexpr int PARTS = WARPS / SHARING;
 constexpr int COLUMN_TILES = (ROW_BYTES + 32 * PARTS - 1) / (32 * PARTS);  // of a part
-constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tiles: 16 bytes; of an odd one: 8
+constexpr int PAIRS = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tiles, 16 bytes; an odd one has 8
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
 static_assert(COLUMNS <= 8 || COLUMNS % 8 == 0, "lanes beyond the last sequence have another's");
 // Nearly always all has arrived with the first load, and tests of one word after the other only delay the product: all
@@ -17,12 +17,12 @@ constexpr bool TESTS_ALL = !TAGGED && !DISTRIBUTED;
 
 __device__ inline unsigned part_id() { return warp_id() / SHARING; }
 
-// The byte of the state with which a part's piece begins, or its odd tile, as number PIECES.  In global memory that of
-// every second part comes before its pieces: with the one of the part before it fills 64 bytes, and pieces are aligned.
-__device__ inline int first_byte(int part, int piece) {
+// The byte of the state with which a pair of a part begins, or its odd tile, as number PAIRS.  In global memory that of
+// every second part comes before its pairs: with the one of the part before it fills 64 bytes, and pairs are aligned.
+__device__ inline int first_byte(int part, int pair) {
     const int first = part * 32 * COLUMN_TILES;
-    if (ODD && !DISTRIBUTED && part % 2) return first + (piece < PIECES ? 32 + piece * 64 : 0);
-    return first + piece * 64;
+    if (ODD && !DISTRIBUTED && part % 2) return first + (pair < PAIRS ? 32 + pair * 64 : 0);
+    return first + pair * 64;
 }
 
 // Whether any of several words has not arrived, for one instruction each.
@@ -47,24 +47,24 @@ struct LoadedOperand {
     unsigned offset, odd_offset;  // in bytes, of this lane's first word in a sequence's state, and of an odd tile's
     const char *mine, *mine_odd;  // the same of the state that is being loaded
     unsigned step;                // of that
-    Piece pieces[SEQUENCE_TILES][PIECES + 1];
+    WordPair pairs[SEQUENCE_TILES][PAIRS + 1];
     Word odd[SEQUENCE_TILES];
 
     __device__ LoadedOperand(const Parameters& p, uint4*)
         : sequence(lane_id() / 4 % (TAKES_FEWER ? sequences_of(p) : COLUMNS)),
           offset(first_byte(part_id(), 0) + lane_id() % 4 * 16),
-          odd_offset(first_byte(part_id(), PIECES) + lane_id() % 4 * 8) {}
+          odd_offset(first_byte(part_id(), PAIRS) + lane_id() % 4 * 8) {}
 
-    // Calls a function for each piece of the state that this lane multiplies, the odd tile's word being the last of a
+    // Calls a function for each pair of the state that this lane multiplies, the odd tile's word being the last of a
     // sequence tile: with the tile, its number there, its address and whether it exists.
     template <typename Function> __device__ void each(Function take) const {
         constexpr bool WHOLE = ROW_BYTES % (32 * PARTS) == 0;
 #pragma unroll
         for (int s = 0; s < SEQUENCE_TILES; ++s) {
 #pragma unroll
-            for (int i = 0; i < PIECES; ++i)
+            for (int i = 0; i < PAIRS; ++i)
                 take(s, i, mine + (i * COLUMNS + s * 8) * CHUNK, WHOLE || offset + i * 64 < ROW_BYTES);
-            if (ODD) take(s, PIECES, mine_odd + s * 8 * CHUNK, WHOLE || odd_offset < ROW_BYTES);
+            if (ODD) take(s, PAIRS, mine_odd + s * 8 * CHUNK, WHOLE || odd_offset < ROW_BYTES);
         }
     }
 
@@ -73,7 +73,7 @@ struct LoadedOperand {
         step = of_step;
         mine = state + place_in_slice(offset, sequence), mine_odd = state + place_in_slice(odd_offset, sequence);
         each([&](int s, int i, const char* address, bool exists) {
-            if (i < PIECES) read(pieces[s][i], address, exists, step);
+            if (i < PAIRS) read(pairs[s][i], address, exists, step);
             else read(odd[s], address, exists, step);
         });
     }
@@ -81,7 +81,7 @@ struct LoadedOperand {
     __device__ bool lacks_any() const {
         Arrivals arrivals;
         each([&](int s, int i, const char *, bool) {
-            if (i < PIECES) arrivals.add(pieces[s][i].word[0], step), arrivals.add(pieces[s][i].word[1], step);
+            if (i < PAIRS) arrivals.add(pairs[s][i].word[0], step), arrivals.add(pairs[s][i].word[1], step);
             else arrivals.add(odd[s], step);
         });
         return arrivals.any_absent();
@@ -90,7 +90,7 @@ struct LoadedOperand {
     // Waits for all of it.
     __device__ void wait(Timeout& timeout) {
         const auto poll_again = [&](int s, int i, const char* address, bool) {
-            return i < PIECES ? poll(pieces[s][i], address, step) : poll(odd[s], address, step);
+            return i < PAIRS ? poll(pairs[s][i], address, step) : poll(odd[s], address, step);
         };
         if constexpr (TESTS_ALL) {
             while (lacks_any() && timeout.may_poll()) each(poll_again);
@@ -105,18 +105,18 @@ struct LoadedOperand {
         }
         __syncwarp();
         if constexpr (DISTRIBUTED) each([&](int, int i, const char* address, bool exists) {
-            if (exists) erase(address, i < PIECES ? 2 : 1);
+            if (exists) erase(address, i < PAIRS ? 2 : 1);
         });
     }
 
-    __device__ Piece piece(int s, int i) const { return i < PIECES ? pieces[s][i] : Piece{odd[s], 0}; }
+    __device__ WordPair pair(int s, int i) const { return i < PAIRS ? pairs[s][i] : WordPair{odd[s], 0}; }
     __device__ static bool lacked_any(Timeout&) { return false; }   // it was waited for
 };
 
 // Copied into shared memory by the asynchronous proxy, one bulk copy a part: what is on its way takes no registers.
 // Nearly always all has arrived with the first copy, so it is multiplied before that is known, and once more if not.
 struct CopiedOperand {
-    static constexpr int BYTES = PIECES * COLUMNS * CHUNK;  // of a part
+    static constexpr int BYTES = PAIRS * COLUMNS * CHUNK;  // of a part
     static constexpr int SHARED = PARTS * (BYTES + 16);     // with the barriers
     static constexpr int ALL_HAVE_READ = 8;                 // barriers of warps that share a part: that of the first
 
@@ -162,7 +162,7 @@ struct CopiedOperand {
         arrivals = {};
     }
 
-    __device__ Piece piece(int s, int i) {
+    __device__ WordPair pair(int s, int i) {
         const char* address = copy + (i * COLUMNS + s * 8) * CHUNK + lane_id() * 16;
         const ulonglong2 both = *reinterpret_cast<const ulonglong2*>(address);
         arrivals.add(both.x, step), arrivals.add(both.y, step);
@@ -181,5 +181,5 @@ struct CopiedOperand {
 using Operand = LoadedOperand;
 #else
 using Operand = CopiedOperand;
-static_assert(ROW_BYTES == PARTS * PIECES * 64 && COLUMNS % 8 == 0, "all that is copied is multiplied");
+static_assert(ROW_BYTES == PARTS * PAIRS * 64 && COLUMNS % 8 == 0, "all that is copied is multiplied");
 #endif

@@ -40,13 +40,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Launch launc
     constexpr bool PADDED = BACKWARD && WIDTH < CLUSTER * SLICE;
     const size_t row = size_t(p.groups) * GROUP_BYTES / 16;
     const size_t buffers = STATE_BUFFERS ? STATE_BUFFERS : p.steps + size_t(1);
-    const size_t pieces = SCATTERS ? 0 : buffers * row;
-    for (size_t i = thread; i < pieces; i += stride) {
-        Piece piece = {ABSENT, ABSENT};
+    const size_t pairs = SCATTERS ? 0 : buffers * row;
+    for (size_t i = thread; i < pairs; i += stride) {
+        WordPair pair = {ABSENT, ABSENT};
         if (PADDED || (!BACKWARD && i < row)) {
             const size_t byte = i % row * 16;
-            piece = {initial_word(p, byte), initial_word(p, byte + 8)};
+            pair = {initial_word(p, byte), initial_word(p, byte + 8)};
         }
-        reinterpret_cast<ulonglong2*>(p.states)[i] = {piece.word[0], piece.word[1]};
+        reinterpret_cast<ulonglong2*>(p.states)[i] = {pair.word[0], pair.word[1]};
     }
 }

@@ -7,7 +7,7 @@
 constexpr int ROW_TILES = (ROWS + 15) / 16;
 constexpr int WARP_ROWS = (ROW_TILES + WARPS - 1) / WARPS;  // row tiles of a warp, every eighth
 constexpr int COLUMN_TILES = (ROW_BYTES + 31) / 32;
-constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tiles: 16 bytes; of an odd one: 8
+constexpr int PAIRS = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tiles: 16 bytes; of an odd one: 8
 constexpr int TILES = WARP_ROWS * COLUMN_TILES;
 constexpr int CHAINS = WARP_ROWS >= 4 ? 1 : WARP_ROWS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency
 constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
@@ -21,8 +21,8 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {  // mma's order: upper and lower rows of the first half of the columns, of the second
         const int there = row + r % 2 * 8;
-        const int in_piece = column / 2 < PIECES ? lane % 4 * 16 + column % 2 * 8 : lane % 4 * 8;
-        const int first = (column / 2 * 64 + in_piece + r / 2 * 4) / int(sizeof(Scalar));
+        const int in_pair = column / 2 < PAIRS ? lane % 4 * 16 + column % 2 * 8 : lane % 4 * 8;
+        const int first = (column / 2 * 64 + in_pair + r / 2 * 4) / int(sizeof(Scalar));
         registers[r] = operand_bits(widen(weight_at(p, block, there, first)));
         if (sizeof(Scalar) == 2) registers[r] |= operand_bits(widen(weight_at(p, block, there, first + 1))) << 16;
     }
@@ -46,16 +46,16 @@ struct Product {
         const char* own = gradients + place_in_slice(lane_id() % 4 * 16, lane_id() / 4 % COLUMNS);
         float d[CHAINS][WARP_ROWS][4] = {};
 #pragma unroll
-        for (int i = 0; i < PIECES + ODD; ++i) {
+        for (int i = 0; i < PAIRS + ODD; ++i) {
             const char* address = own + i * COLUMNS * CHUNK;
-            ulonglong2 piece;
-            if (i < PIECES) piece = *reinterpret_cast<const ulonglong2*>(address);
-            else piece.x = *reinterpret_cast<const Word*>(address - lane_id() % 4 * 8);
+            ulonglong2 pair;
+            if (i < PAIRS) pair = *reinterpret_cast<const ulonglong2*>(address);
+            else pair.x = *reinterpret_cast<const Word*>(address - lane_id() % 4 * 8);
 #pragma unroll
             for (int c = 2 * i; c < COLUMN_TILES && c < 2 * i + 2; ++c) {
 #pragma unroll
                 for (int r = 0; r < WARP_ROWS; ++r)
-                    multiply(d[c % CHAINS][r], in_registers[r * COLUMN_TILES + c], c % 2 ? piece.y : piece.x);
+                    multiply(d[c % CHAINS][r], in_registers[r * COLUMN_TILES + c], c % 2 ? pair.y : pair.x);
             }
         }
 #pragma unroll
