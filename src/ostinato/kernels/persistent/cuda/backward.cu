@@ -51,8 +51,8 @@ struct Units : Block {
             grad[i / ADJACENT] = {};
             if (!owned(i)) continue;
             spans[i] = product.span(p, block, block % CLUSTER * UNITS + unit_of(i));
-            if (p.grad_h_n) dh[i] = widen(p.grad_h_n[place(0, i)]);
-            if (p.grad_c_n) dc[i] = widen(p.grad_c_n[place(0, i)]);
+            if (p.grad_h_n) dh[i] = widen(p.grad_h_n[index(0, i)]);
+            if (p.grad_c_n) dc[i] = widen(p.grad_c_n[index(0, i)]);
         }
     }
 
@@ -64,8 +64,8 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
             const int k = i / ADJACENT;
-            const size_t at = place(rows.first, i);
-            const Scalar* gates = p.pre + place(rows.first, i, GATES);
+            const size_t at = index(rows.first, i);
+            const Scalar* gates = p.pre + index(rows.first, i, GATES);
 #pragma unroll
             for (int g = 0; g < GATES; ++g) pre[k][g] = Adjacent<Scalar>::bits_once(gates + g * HIDDEN);
             if (p.grad_output) grad[k] = Adjacent<Scalar>::bits_once(p.grad_output + at);
@@ -74,16 +74,16 @@ struct Units : Block {
                 const bool begins_here = !has_earlier || !live(i, earlier);
                 const Scalar* state = begins_here ? p.h0 : p.h;
                 before[k] = {};
-                if (state) before[k] = Adjacent<Scalar>::bits_once(state + place(begins_here ? 0 : earlier.first, i));
+                if (state) before[k] = Adjacent<Scalar>::bits_once(state + index(begins_here ? 0 : earlier.first, i));
             }
             if (TAKES_CELL) {
                 cell[k] = Adjacent<float>::load(p.cells + at);
                 cell_before[k] = {};
                 if (has_earlier && live(i, earlier)) {
-                    cell_before[k] = Adjacent<float>::load(p.cells + place(earlier.first, i));
+                    cell_before[k] = Adjacent<float>::load(p.cells + index(earlier.first, i));
                 } else if (p.c0) {
 #pragma unroll
-                    for (int j = 0; j < ADJACENT; ++j) cell_before[k].x[j] = widen(p.c0[place(0, i + j)]);
+                    for (int j = 0; j < ADJACENT; ++j) cell_before[k].x[j] = widen(p.c0[index(0, i + j)]);
                 }
             }
         }
@@ -147,8 +147,8 @@ struct Units : Block {
         }
     }
 
-    __device__ static int state_place(int unit, int sequence, int g) {
-        return place_of((g * PITCH + unit) * sizeof(Scalar), sequence);
+    __device__ static int gate_offset(int unit, int sequence, int g) {
+        return state_offset((g * PITCH + unit) * sizeof(Scalar), sequence);
     }
 
     __device__ void update(char* state, int iteration) {
@@ -181,11 +181,11 @@ struct Units : Block {
 #pragma unroll
             for (int g = 0; g < GATES; ++g) {
                 if constexpr (SCATTERS) {
-                    const int place = place_in_slice((g * UNITS + unit_of(first)) * sizeof(Scalar), sequence_of(first));
-                    if (owned(first)) *reinterpret_cast<Pack*>(state + place) = operand_bits(published[g][0]);
+                    const int offset = slice_offset((g * UNITS + unit_of(first)) * sizeof(Scalar), sequence_of(first));
+                    if (owned(first)) *reinterpret_cast<Pack*>(state + offset) = operand_bits(published[g][0]);
                 } else {
                     publish(published[g], in_word(first), begins_word(first),
-                            state + state_place(unit + unit_of(first), sequence_of(first), g), iteration);
+                            state + gate_offset(unit + unit_of(first), sequence_of(first), g), iteration);
                 }
             }
         }
@@ -198,7 +198,7 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; i += ADJACENT) {
 #pragma unroll
             for (int g = 0; g < GATES; ++g)
-                store_if(begins_word(i), state + state_place(unit + unit_of(i), sequence_of(i), g), ABSENT);
+                store_if(begins_word(i), state + gate_offset(unit + unit_of(i), sequence_of(i), g), ABSENT);
         }
     }
 
@@ -206,7 +206,7 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
-            Pack* grads = p.grads + place(rows.first, i, GRADS);
+            Pack* grads = p.grads + index(rows.first, i, GRADS);
 #pragma unroll
             for (int g = 0; g < GRADS; ++g) {
                 float of_gate[ADJACENT];
@@ -255,8 +255,8 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
-            p.grad_h0[place(0, i)] = bits(dh[i]);
-            if (CELL == LSTM) p.grad_c0[place(0, i)] = bits(dc[i]);
+            p.grad_h0[index(0, i)] = bits(dh[i]);
+            if (CELL == LSTM) p.grad_c0[index(0, i)] = bits(dc[i]);
         }
     }
 
@@ -270,7 +270,7 @@ struct Units : Block {
 #pragma unroll
             for (int g = 0; g < GRADS; ++g) {
                 Sum& latest = totals[ONE_UNIT ? i % ADJACENT : i][g];
-                float* all = p.totals + place(0, i, GRADS) + g * HIDDEN;
+                float* all = p.totals + index(0, i, GRADS) + g * HIDDEN;
                 if (SCATTERS || iteration < SUMMED) *all = latest;
                 else atomicAdd(all, latest);  // which, unlike a load, nobody waits for
                 latest = 0;

@@ -36,8 +36,8 @@ struct Units : Block {
                 spans[i][g] = product.span(p, block, g * UNITS + unit_of(i));
                 if (p.bias) bias[i][g] = widen(p.bias[g * HIDDEN + unit + unit_of(i)]);
             }
-            if (p.h0) h[i] = widen(p.h0[place(0, i)]);
-            if (p.c0) c[i] = widen(p.c0[place(0, i)]);
+            if (p.h0) h[i] = widen(p.h0[index(0, i)]);
+            if (p.c0) c[i] = widen(p.c0[index(0, i)]);
         }
     }
 
@@ -52,7 +52,7 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
-            const Scalar* pre = p.pre + place(rows.first, i, GATES);
+            const Scalar* pre = p.pre + index(rows.first, i, GATES);
 #pragma unroll
             for (int g = 0; g < GATES; ++g) projected[i / ADJACENT][g] = Adjacent<Scalar>::load_once(pre + g * HIDDEN);
         }
@@ -124,7 +124,7 @@ struct Units : Block {
                 float published[ADJACENT];
 #pragma unroll
                 for (int j = 0; j < ADJACENT; ++j) published[j] = zero ? 0 : h[i + j];
-                char* address = state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
+                char* address = state + state_offset((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
                 publish(published, in_word(i), begins_word(i), address, iteration + 1);
             }
         }
@@ -134,7 +134,7 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
-            const size_t at = place(rows.first, i);
+            const size_t at = index(rows.first, i);
             adjacent_bits(h + i).store(p.output + at);
             if (CELL == LSTM && p.cells) {
                 Adjacent<float> cells;
@@ -144,7 +144,7 @@ struct Units : Block {
             }
             if constexpr (KEEPS_GATES) {
                 if (CELL == GRU) adjacent_bits(c + i).store(p.candidates + at);
-                Scalar* gates = p.gates + place(rows.first, i, GATES);
+                Scalar* gates = p.gates + index(rows.first, i, GATES);
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) projected[i / ADJACENT][g].store(gates + g * HIDDEN);
             }
@@ -175,7 +175,7 @@ struct Units : Block {
 
     __device__ void prefetch_step(const Rows& rows, const char* state) const {
         each_sector([&](int s, int u) {
-            if (!STATE_BUFFERS) prefetch(state + place_of(u * sizeof(Scalar), s));
+            if (!STATE_BUFFERS) prefetch(state + state_offset(u * sizeof(Scalar), s));
             if (sequence + s >= rows.live) return;
             const Scalar* pre = p.pre + (rows.first + sequence + s) * (GATES * HIDDEN) + u;
 #pragma unroll
@@ -187,8 +187,8 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
-            p.h_n[place(0, i)] = bits(h[i]);
-            if (CELL == LSTM) p.c_n[place(0, i)] = bits(c[i]);
+            p.h_n[index(0, i)] = bits(h[i]);
+            if (CELL == LSTM) p.c_n[index(0, i)] = bits(c[i]);
         }
     }
 };

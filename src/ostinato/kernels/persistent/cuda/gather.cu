@@ -31,7 +31,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Units units(p, product, block, own), carrier = units;
     Timeout timeout(p.failure);
     char* state = reinterpret_cast<char*>(states);
-    Copies copies(state + GROUP_BYTES + place_of((own.unit + own.unit_of(0)) * sizeof(Scalar), own.sequence_of(0)));
+    Copies copies(state + GROUP_BYTES + state_offset((own.unit + own.unit_of(0)) * sizeof(Scalar), own.sequence_of(0)));
     first_state(p, group, states);  // copied to where `state` is
 
     const auto fetch = [&](int iteration) {

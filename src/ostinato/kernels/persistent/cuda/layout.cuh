@@ -128,7 +128,7 @@ struct Block {
 
     // Index of this thread's item i in (rows, gates * HIDDEN); `row` is the first of the step.  Only what all threads
     // share takes 64 bits: of offsets of its own, which live through all steps, a thread would need too many registers.
-    __device__ size_t place(size_t row, int i, int gates = 1) const {
+    __device__ size_t index(size_t row, int i, int gates = 1) const {
         return (row + sequence) * (gates * HIDDEN) + unit + unsigned(sequence_of(i) * (gates * HIDDEN) + unit_of(i));
     }
     __device__ int exchanged() const { return TAKES_FEWER ? sequences : COLUMNS; }  // sequences
@@ -202,10 +202,10 @@ struct Resets {
 };
 
 // The offset of byte `k` of a sequence's slice in the group's slice; and of byte `k` of its whole exchanged vector.
-__device__ inline int place_in_slice(int k, int sequence) {
+__device__ inline int slice_offset(int k, int sequence) {
     return (k / CHUNK * COLUMNS + sequence) * CHUNK + k % CHUNK;
 }
-__device__ inline int place_of(int k, int sequence) {
-    if (CLUSTER == 1) return place_in_slice(k, sequence);
-    return k / ROW_BYTES * SLICE_BYTES + place_in_slice(k % ROW_BYTES, sequence);
+__device__ inline int state_offset(int k, int sequence) {
+    if (CLUSTER == 1) return slice_offset(k, sequence);
+    return k / ROW_BYTES * SLICE_BYTES + slice_offset(k % ROW_BYTES, sequence);
 }

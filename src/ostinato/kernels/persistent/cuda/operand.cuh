@@ -71,7 +71,7 @@ struct LoadedOperand {
     // Starts to load the `state`, whether it is there or not.
     __device__ void start_load(const char* state, unsigned of_step) {
         step = of_step;
-        mine = state + place_in_slice(offset, sequence), mine_odd = state + place_in_slice(odd_offset, sequence);
+        mine = state + slice_offset(offset, sequence), mine_odd = state + slice_offset(odd_offset, sequence);
         each([&](int s, int i, const char* address, bool exists) {
             if (i < PAIRS) read(pairs[s][i], address, exists, step);
             else read(odd[s], address, exists, step);

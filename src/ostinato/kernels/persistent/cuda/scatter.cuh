@@ -43,7 +43,7 @@ struct Product {
     }
 
     __device__ void operator()(const char* gradients) {
-        const char* own = gradients + place_in_slice(lane_id() % 4 * 16, lane_id() / 4 % COLUMNS);
+        const char* own = gradients + slice_offset(lane_id() % 4 * 16, lane_id() / 4 % COLUMNS);
         float d[CHAINS][WARP_ROWS][4] = {};
 #pragma unroll
         for (int i = 0; i < PAIRS + ODD; ++i) {
