@@ -2,8 +2,8 @@
 // or, without a, the sum of b's rows.
 //
 // A warp computes a tile of one of them, alone or with others: all of its block, or of its cluster.  Those share the
-// summed dimension, a slab each in turn, and their parts are added up at the end, always in the same order.  On tensor
-// cores numbers of 16 bits are tf32 exactly.
+// summed dimension (split-K), a slab each in turn, and their parts are added up at the end, always in the same order.
+// On tensor cores numbers of 16 bits are tf32 exactly.
 
 constexpr int VECTOR = 4, VECTORS = SLAB / VECTOR;  // numbers that a lane loads together, and how often of a slab
 static_assert(TILE == 32, "a warp's lanes divide the slabs of such tiles");
