@@ -421,6 +421,10 @@ def error(result):
         (["--text", "empty"], "empty: expected text; the file is empty"),
         (["--text", "short"], "the text is too short: .* need about 170 tokens; got 5"),
         (["--width", "0"], "width must be at least 1; got 0"),
+        (["--num-layers", str(10**12)], ".*, num_layers 1000000000000, .* must fit into memory, .* got .* or more"),
+        (["--mlp-ratio", "1e12"], ".* mlp_ratio 1000000000000.0 must fit into memory"),
+        (["--batch-size", str(10**12)], "batch_size 1000000000000 must fit into memory"),
+        (["--mlp-ratio", "inf"], "mlp_ratio must be above 0 and finite; got inf"),
         (["--steps", "-1"], "steps must be at least 1; got -1"),
         (["--cell", "rnn"], "cell must be one of mingru, minlstm, gru, lstm, .*; got 'rnn'"),
         (["--precision", "half"], "precision must be one of auto, float32, bfloat16; got 'half'"),
@@ -452,7 +456,7 @@ def test_bad_generation(run):
     assert error(run(*generate, "--prompt", "fox€")).startswith("character '€' at position 3 is not one of the 28")
     assert error(run(*generate, "--prompt", "")).startswith("prompt must have at least one character")
     assert error(run(*generate, "--seed", 1 << 63)).startswith("seed must be at least 0 and below 2**63; got 92")
-    assert error(run(*generate, "--length", -1)) == "length must be at least 0; got -1"
+    assert error(run(*generate, "--length", 0)) == "length must be at least 1; got 0"
     assert error(run(*generate, "--temperature", -1)) == "temperature must be finite and at least 0; got -1.0"
     assert error(run("generate", "absent")) == "absent: No such file or directory"
     Path(best).write_bytes(Path(best).read_bytes()[:-1])

@@ -86,7 +86,7 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
 
 
 def load_checkpoint(path: Path | str) -> Checkpoint:
-    """Read a checkpoint onto the CPU.
+    """Read a checkpoint onto the CPU, in the dtypes that it was saved in.
 
     Args:
         path: the file.
@@ -133,6 +133,8 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
             raise ValueError(f"{path}: expected {name} to be {kind}; got {dtype}")
     if len(vocabulary) != settings["vocab_size"]:
         raise ValueError(f"{path}: expected a vocabulary of {settings['vocab_size']} characters; got {len(vocabulary)}")
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(weights[name].dtype)
     model.to_empty(device="cpu").load_state_dict(weights)
     return Checkpoint(model, vocabulary, training, training_tensors)
 

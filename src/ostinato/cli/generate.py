@@ -25,6 +25,8 @@ def generate(
 
     from ostinato.checkpoint import load_checkpoint
 
+    if length < 1:
+        raise ValueError(f"length must be at least 1; got {length}")
     where = choose_device(device)
     loaded = load_checkpoint(checkpoint)
     if prompt is None:

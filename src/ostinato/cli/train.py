@@ -243,8 +243,29 @@ def _start(context: typer.Context, text: Path | None, machine: dict[str, Any]) -
     corpus = read_text(text)
     vocabulary = Vocabulary.of(corpus.text)
     torch.manual_seed(settings.seed)
-    model = LanguageModel(len(vocabulary), **_options(context, "Model"))
+    sizes = _options(context, "Model")
+    _check_memory(settings.batch_size, **sizes)
+    model = LanguageModel(len(vocabulary), **sizes)
     return Run(_trainer(model, vocabulary.encode(corpus.text), settings, machine), vocabulary, corpus, text)
+
+
+def _check_memory(
+    batch_size: int, *, width: int, num_layers: int, expansion: float, conv_kernel: int, mlp_ratio: float, **_: Any
+) -> None:
+    """Raise ValueError before a model, or the places of a step's chunks, take more memory than the machine has."""
+    from ostinato.checks import check_integers
+
+    check_integers(width=width, num_layers=num_layers, conv_kernel=conv_kernel)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    weights = num_layers * width * (width * (expansion + 2 * mlp_ratio) + conv_kernel)
+    model = (
+        f"width {width}, num_layers {num_layers}, expansion {expansion}, conv_kernel {conv_kernel} and "
+        f"mlp_ratio {mlp_ratio}"
+    )
+    for sizes, needed in ((model, 4 * weights), (f"batch_size {batch_size}", 8 * batch_size)):
+        if memory < needed < float("inf"):
+            least, most = (f"{size / 1e9:,.0f} GB" for size in (needed, memory))
+            raise ValueError(f"{sizes} must fit into memory, {most}; got {least} or more")
 
 
 def _resume(context: typer.Context, path: Path, text: Path | None, machine: dict[str, Any]) -> Run:
