@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, overload
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.fx import Proxy
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
@@ -28,7 +28,7 @@ from ostinato.checks import (
     check_tensor,
     check_unsharded,
 )
-from ostinato.kernels.operators.export import node_of, refuse_script
+from ostinato.kernels.operators.export import node_of, proxy_among, refuse_script
 from ostinato.kernels.scan import BACKENDS
 from ostinato.packed import offsets_of
 from ostinato.states import Hidden, State, each, stacked
@@ -143,8 +143,8 @@ class StackedLayers(nn.Module, Generic[State]):
         self, input: Tensor | PackedSequence, hx: State | None = None, *, resets: Tensor | None = None
     ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
-        if isinstance(input, Proxy):
-            return node_of(self, StackedLayers.forward, input, hx=hx, resets=resets)
+        if is_fx_symbolic_tracing() and (proxy := proxy_among(input, hx, resets)) is not None:
+            return node_of(self, StackedLayers.forward, proxy.tracer, input, hx=hx, resets=resets)
         in_parts, packed = self.sequence_group is not None, isinstance(input, PackedSequence)
         if in_parts and (packed or (resets is not None and self.bidirectional)):
             raise ValueError("a sharded sequence cannot be a PackedSequence, nor have resets if bidirectional")

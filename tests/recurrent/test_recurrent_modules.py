@@ -340,6 +340,25 @@ def test_a_symbolic_trace_keeps_a_layer_as_one_node(kind):
     assert_same(traced(x), model(x), 0)
 
 
+@pytest.mark.parametrize("kind", [ostinato.GRU, ostinato.LSTM, ostinato.MinGRU, ostinato.ParaLSTM])
+def test_a_symbolic_trace_may_follow_the_state_or_resets_alone(kind):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = kind(6, 8)
+            self.register_buffer("x", torch.randn(9, 2, 6))
+
+        def forward(self, h, resets):
+            has_pair = isinstance(self.inner.initial_state(1), tuple)
+            return self.inner(self.x, (h, h) if has_pair else h), self.inner(self.x, resets=resets)
+
+    model, h, resets = Model(), torch.randn(1, 2, 8), torch.rand(9, 2) < 0.5
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["inner", "inner"]
+    for ours, theirs in zip(traced(h, resets), model(h, resets), strict=True):
+        assert_same(ours, theirs, 0)
+
+
 @pytest.mark.parametrize("kind", [ostinato.GRU, ostinato.MinGRU])
 def test_a_symbolic_trace_refuses_what_it_would_run_twice(kind):
     class Doubled(kind):

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._subclasses import FakeTensor
-from torch.fx import Proxy
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.checks import check_flags, check_integers, check_resets
 from ostinato.kernels.matmul.precision import autocast_dtype
-from ostinato.kernels.operators.export import node_of
+from ostinato.kernels.operators.export import node_of, proxy_among
 from ostinato.kernels.persistent.backends import least_steps
 from ostinato.kernels.persistent.modes import is_vmapped
 from ostinato.kernels.persistent.plan import Plan, no_kernel
@@ -54,8 +54,8 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
                 torch._dynamo.skip_frame(msg="RNN, GRU and LSTM compile with torch._dynamo.config.allow_rnn = True")
         elif get_eval_frame_callback():
             return _unfollowed()(self, input, hx, resets=resets)
-        if isinstance(input, Proxy):
-            return node_of(self, _Recurrent.forward, input, hx=hx, resets=resets)
+        elif is_fx_symbolic_tracing() and (proxy := proxy_among(input, hx, resets)) is not None:
+            return node_of(self, _Recurrent.forward, proxy.tracer, input, hx=hx, resets=resets)
         _check_types(input, hx, self.mode == "LSTM")
         steps = input.shape[_time_of(self, input)] if isinstance(input, Tensor) and input.dim() > 1 else None
         if resets is not None:

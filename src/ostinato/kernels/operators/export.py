@@ -145,12 +145,17 @@ _FORMULAS: dict[Any, Callable] = {
 }
 
 
-def node_of(module: nn.Module, own_forward: Callable, input: Proxy, **options: Any) -> Any:
+def proxy_among(*given: Any) -> Proxy | None:
+    """The first of the arguments, or of their parts, that ``torch.fx`` traces."""
+    parts = (part for x in given for part in (x if isinstance(x, (tuple, list)) else (x,)))
+    return next((part for part in parts if isinstance(part, Proxy)), None)
+
+
+def node_of(module: nn.Module, own_forward: Callable, tracer: Any, input: Any, **options: Any) -> Any:
     """A call of a layer in the graph that ``torch.fx`` traces, which by itself keeps only ``torch.nn``'s as one node.
 
     The node calls the layer, so nothing around its own forward can have been traced already.
     """
-    tracer: Any = input.tracer
     hooked = module._forward_hooks or module._forward_pre_hooks
     if module is tracer.root or hooked or type(module).forward is not own_forward:
         raise TypeError(
