@@ -170,6 +170,8 @@ class StackedLayers(nn.Module, Generic[State]):
         output, h_n = self._run_layers(x, hx, None, resets, self.batch_first)
         return (output, h_n) if batched else (output.squeeze(batch_dim), each(lambda state: state.squeeze(1), h_n))
 
+    forward.__qualname__ = "forward"  # in Python's errors, in place of a class that no user wrote
+
     def _runs_as_step(self, input: Any) -> bool:
         """Whether the subclass runs this sequence, of one step, faster by :meth:`step`."""
         return False
@@ -305,6 +307,8 @@ class StackedLayers(nn.Module, Generic[State]):
             x, state = x[None], None if state is None else each(lambda own: own.unsqueeze(1), state)
         y, new = self._run_in_turn(self._step_of_layer, x, state)
         return (y, new) if batched else (y[0], each(lambda own: own.squeeze(1), new))
+
+    step.__qualname__ = "step"
 
     def _run_cached_step(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
         """The fast path of :meth:`step` for a call like one that was validated before, if the subclass caches these."""

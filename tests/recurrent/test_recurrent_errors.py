@@ -148,6 +148,24 @@ def test_a_parameter_replaced_by_a_smaller_one_or_none_is_an_error(cell, name):
                 run(torch.randn(2, 5))
 
 
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("name", "value"), [("bias", False), ("num_layers", 2), ("bidirectional", True)])
+def test_a_size_that_is_changed_after_construction_is_named(cell, name, value):
+    layer = make(cell, 5, 8)
+    setattr(layer, name, value)
+    kind = type(layer).__name__
+    for steps in (1, 40):
+        with torch.no_grad(), pytest.raises(ValueError, match=f"{name}.* must be those that {kind} was made with"):
+            layer(torch.randn(steps, 2, 5))
+
+
+@pytest.mark.parametrize("kind", [ostinato.RNN, ostinato.GRU, ostinato.LSTM, ostinato.MinGRU, ostinato.RGLRU])
+@pytest.mark.parametrize("name", ["forward", "step"])
+def test_an_unknown_argument_is_of_no_private_class(kind, name):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'lengths'"):
+        getattr(kind(8, 8), name)(torch.randn(2, 8), lengths=None)
+
+
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 1], [3, 2, 2], [2, 0, 3]])
 def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
     packed = PackedSequence(torch.randn(5, 7), torch.tensor(sizes))

@@ -83,6 +83,7 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
             return self._forward_torch(input, hx, weights)
         return self._forward_torch_by_episodes(input, hx, weights, resets)
 
+    forward.__qualname__ = "forward"  # in Python's errors, in place of a class that no user wrote
     _own_forward = forward
 
     def plan(
@@ -132,6 +133,8 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
             return self._plan_call(weight.device, batch, dtype or weight.dtype, training, steps, resets, packed)
         except RuntimeError as error:
             return no_kernel(str(error).partition("\n")[0])
+
+    plan.__qualname__ = "plan"
 
     # torch.ao.quantization sets a qconfig on every module, and skips those whose exact class it does not know.
     qconfig = property(_without_qconfig, _warn_unquantised)

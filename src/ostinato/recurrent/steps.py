@@ -78,6 +78,8 @@ class StepLayers(MaskedLayers, Generic[State]):
         output, state = self._own_forward(x.unsqueeze(time), state)
         return output.squeeze(time), state
 
+    step.__qualname__ = "step"  # in Python's errors, in place of a class that no user wrote
+
     def initial_state(self, batch_size: int) -> State:
         """The state before the first step, as ``forward`` and :meth:`step` take it: zeros, shaped as ``hx``.
 

@@ -129,13 +129,19 @@ def computes_list(layer: MaskedLayers) -> bool:
 
 
 def check_shapes(layer: MaskedLayers, weights: list[Tensor]) -> None:
-    """Raise ValueError for a parameter that was replaced by a tensor of another shape."""
+    """Raise ValueError for a parameter of another shape, or one too many or too few, than the attributes say."""
     directions = 2 if layer.bidirectional else 1
     sizes = layer.input_size, layer.hidden_size, layer.proj_size, layer.num_layers, directions, layer.bias
     shapes = _shapes_of(layer.mode, *sizes)
     # PyTorch 2.11's compiler compares shapes by == alone, and lists of them not at all.
     if not torch.compiler.is_compiling() and [weight.shape for weight in weights] == shapes:
         return
+    if len(weights) != len(shapes):
+        raise ValueError(
+            f"num_layers, bias, bidirectional and proj_size must be those that {type(layer).__name__} was made with, "
+            f"of {len(weights)} parameters; got {layer.num_layers}, {layer.bias}, {layer.bidirectional} and "
+            f"{layer.proj_size}, of {len(shapes)}"
+        )
     for name, weight, shape in zip(layer._flat_weights_names, weights, shapes, strict=True):
         if not weight.shape == shape:
             raise ValueError(f"{name} must have shape {shape}; got {tuple(weight.shape)}")
