@@ -20,7 +20,7 @@ from ostinato.bench.plots import RATIOS
 from ostinato.bench.shapes import KERNELS
 from ostinato.files import replacing
 from rendering import examples, gpus, kernels, learning, papers, plots, runs
-from rendering.headlines import headlines
+from rendering.headlines import expected, headlines
 from rendering.runs import Record
 from rendering.speeds import calls, comparison, drawn, error, gradients, layers, milliseconds, share
 
@@ -59,6 +59,7 @@ def of_device(device: str) -> dict[str, Callable[[], str]]:
     """The tables that there are of GPUs and of CPUs."""
     return {
         f"headlines-{device}": partial(headlines, device),
+        f"expected-{device}": partial(expected, device),
         f"calls-scan-{device}": partial(calls, f"calls-{device}", "linear_scan"),
         f"calls-step-{device}": partial(calls, f"calls-{device}", "step of"),
         f"calls-trained-{device}": partial(calls, f"calls-{device}", "GRU", "LSTM"),

@@ -1,5 +1,7 @@
 """The rows of README.md: what a reader may ask first, of several runs."""
 
+import statistics
+
 from ostinato.bench import report
 from ostinato.bench.report import Grid, figures
 from ostinato.bench.workloads import OURS
@@ -60,6 +62,17 @@ HEADLINES = {
 }
 
 
+# By kind of device: what decides most how much a trained layer gains, and whether a workload is such a one.
+GROUPS = {
+    "gpu": (
+        ("in bfloat16 or float16", lambda work: work["dtype"] != "float32"),
+        ("in float32, rounded to tf32", lambda work: work["dtype"] == "float32"),
+    ),
+    "cpu": (
+        ("RNN and GRU, and packed LSTM, in float32", lambda work: work["cell"] != "LSTM" or work["shortest"]),
+        ("LSTM that is not packed, in float32", lambda work: work["cell"] == "LSTM" and not work["shortest"]),
+    ),
+}
 COMMANDS = {"flashrnn": 'training --only "T512 dense"'}  # of runs that are a part of another kind's
 
 
@@ -92,6 +105,27 @@ def headlines(device: str) -> str:
         names.append(name)
     head = ["", OURS, "limit", "fastest of the others", "torch.nn at its best", "command"]
     return runs.sourced(Grid(head, rows), *dict.fromkeys(names))
+
+
+def expected(device: str) -> str:
+    """How much layers of random sizes gain, which nothing was tuned to, in the groups of GROUPS."""
+    name = f"training-random-{device}"
+    records, rows = runs.load(name)["results"], []
+    for what, belongs in GROUPS[device]:
+        group = [record for record in records if belongs(record["workload"])]
+        launched = [r["contestants"]["torch.nn"]["seconds"] / r["contestants"][OURS]["seconds"] for r in group]
+        cells = [spread(launched)]
+        if device == "gpu":
+            cells.append(spread([report.speedup(record) for record in group]))
+        rows.append([what, str(len(group)), *cells])
+    ratios = ["torch.nn / Ostinato", "each in a CUDA graph where that is faster"]
+    return runs.table(name, ["trained at random sizes", "layers", *ratios][: len(rows[0])], rows)
+
+
+def spread(ratios: list[float]) -> str:
+    """The median, and the least and the greatest."""
+    median, least, most = map(report.times, (statistics.median(ratios), min(ratios), max(ratios)))
+    return f"**{median}** ({least} to {most})"
 
 
 def is_right(row: Record) -> bool:
