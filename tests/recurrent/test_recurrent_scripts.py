@@ -264,6 +264,20 @@ def test_a_script_has_no_resets():
         torch.jit.script(WithResets(ostinato.GRU(5, 8)))
 
 
+@pytest.mark.parametrize("kind", [ostinato.GRU, ostinato.LSTM])
+def test_the_error_about_a_scripted_step_shows_what_to_call_in_its_place(kind):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = kind(5, 8)
+
+        def forward(self, x: Tensor):
+            return self.layer.step(x)
+
+    with pytest.raises(torch.jit.frontend.NotSupportedError, match="takes a sequence of one step instead"):
+        torch.jit.script(Model())
+
+
 def test_wrong_inputs_of_a_script_are_errors():
     gru, lstm = scripted(ostinato.GRU(5, 8)), torch.jit.script(OfTensorFromStates(ostinato.LSTM(5, 8)))
     with pytest.raises(torch.jit.Error, match="input must have 3 dimensions, got 4"):

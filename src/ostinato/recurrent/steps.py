@@ -52,7 +52,7 @@ class StepLayers(MaskedLayers, Generic[State]):
             >>> torch.allclose(y, layer(x)[0][-1], atol=1e-6)
             True
         """
-        if (recorder := recording()) is not None:
+        if (recorder := recording()) is not None:  # torch.jit.script takes a sequence of one step instead
             return recorded(self, recorder, StepLayers.step, x, state)
         result = self._fast_step(x, state, x.dim() if isinstance(x, Tensor) else 0)
         if result is not None:
