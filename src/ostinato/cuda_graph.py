@@ -1,12 +1,15 @@
 """A function of GPU tensors as a CUDA graph: a single launch for the host."""
 
-from collections.abc import Callable
-from contextlib import suppress
-from typing import TypeVar
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
+Pool = Any  # PyTorch's handle of the memory of graphs
 
 
 def capture(
@@ -25,10 +28,46 @@ def capture(
         try:
             with torch.cuda.graph(graph, pool=pool):
                 result = function()
-        except Exception:  # a failed capture leaves PyTorch's allocator in capture mode, in which it frees no memory
+        except Exception:
             torch.cuda.set_stream(stream)
-            with suppress(RuntimeError):  # the capture had ended
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-                torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+            _leave_capture(pool)
             raise
     return graph.replay, result
+
+
+@contextmanager
+def captured(device: torch.device, pool: Pool) -> Iterator[torch.cuda.CUDAGraph]:
+    """A graph of what this thread launches in the block, which must have run before; other threads may go on.
+
+    ``torch.cuda.graph`` would wait for the GPU and free all memory that PyTorch has cached.  Graphs of the same `pool`
+    may use each other's results, if they are replayed in the order of their captures.
+    """
+    graph, stream, collects = torch.cuda.CUDAGraph(), _capture_stream(device), gc.isenabled()
+    gc.disable()  # which could free what cannot be freed in a capture
+    try:
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                try:
+                    yield graph
+                finally:
+                    graph.capture_end()
+            except Exception:
+                _leave_capture(pool)
+                raise
+    finally:
+        if collects:
+            gc.enable()
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures, as cuBLAS keeps some 64 MB for every stream."""
+    return torch.cuda.Stream(device)
+
+
+def _leave_capture(pool: Pool) -> None:
+    """After a failed capture, which leaves PyTorch's allocator in capture mode, in which it frees no memory."""
+    with suppress(RuntimeError):  # the capture had ended
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        torch._C._cuda_releasePool(torch.cuda.current_device(), pool)

@@ -74,7 +74,7 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
         if call is LEFT_TO_TORCH:
             return self._call_torch(cast(Tensor, input), hidden_of(states), own)
         if call is not None:
-            return self._forward_kernels(input, states, own, resets, call)
+            return self._run_kernels(input, states, own, resets, call)
         if steps == 0:
             return self._forward_of_no_steps(input, hx)
         weights = weights_of(self)

@@ -20,10 +20,11 @@ from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.stacks import stacked_layers
 from ostinato.masks import mask_of
 from ostinato.packed import offsets_of
+from ostinato.recurrent.graphs import Graphs, are_worth, replay
 from ostinato.recurrent.rows import as_given, has_several_lengths, in_rows, size_of
 from ostinato.recurrent.torch_layers import takes_as_they_are
 from ostinato.recurrent.weights import MaskedLayers, check_shapes, weights_of
-from ostinato.states import distinct, of_one_layer
+from ostinato.states import distinct, hidden_of, of_one_layer, states_of
 
 
 class KernelCall(NamedTuple):
@@ -35,6 +36,7 @@ class KernelCall(NamedTuple):
     training: bool  # whether gradients are needed
     at_once: int  # directions, or stacked layers, that run at the same time
     layers: dict[int, Callable] | None = None  # who computes each layer, by index; None for PyTorch's dispatcher
+    graphs: Graphs | None = None  # CUDA graphs of such calls, if they are worth any
 
 
 LEFT_TO_TORCH = KernelCall(batch=0, steps=0, autocast=None, training=False, at_once=0)
@@ -106,9 +108,17 @@ class SequenceLayers(MaskedLayers):
         contents = [mask if mask is None else derived_from(mask, "contents", object) for mask in _masks_of(self)]
         found = _CALLS.find(like, *how, *where, *contents)
         if found is None and (found := self._find_kernels(input, states, weights, resets)) is not None:
-            found = known = _run_eagerly(found, like)
+            found = known = self._with_graphs(_run_eagerly(found, like), weights)
             _CALLS.add(lambda: known, like, *how, *where, *contents)
         return found
+
+    def _with_graphs(self, call: KernelCall | None, weights: list[Tensor]) -> KernelCall | None:
+        """The call with room for its CUDA graphs, if it is one that gains by them."""
+        if call is None or call.layers is None or not call.training or call.autocast or self._buffers:
+            return call
+        if is_captured(weights[0].device) or not are_worth(weights, call.batch * call.steps, call.steps):
+            return call
+        return call._replace(graphs={})
 
     def _find_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
@@ -158,10 +168,25 @@ class SequenceLayers(MaskedLayers):
             return None if altered or not takes_as_they_are(self, x, states, weights) else LEFT_TO_TORCH
         return KernelCall(batch, steps, computed if autocast else None, training, at_once)
 
+    def _run_kernels(
+        self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None, call: KernelCall
+    ) -> tuple[Any, Any]:
+        """As ``torch.nn``'s forward: launched, or replayed."""
+        if call.graphs is not None and not (self.training and self.dropout > 0 and self.num_layers > 1):
+
+            def run(x: Tensor, states: list[Tensor], weights: list[Tensor], resets: Tensor | None) -> list[Tensor]:
+                output, last = self._forward_kernels(x, states, weights, resets, call)
+                return [output, *states_of(last)]
+
+            results = replay(call.graphs, self, run, input, states, weights, resets)
+            if results is not None:
+                return results[0], hidden_of(results[1:])
+        return self._forward_kernels(input, states, weights, resets, call)
+
     def _forward_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None, call: KernelCall
     ) -> tuple[Any, Any]:
-        """As ``torch.nn``'s forward."""
+        """As ``torch.nn``'s forward, launched."""
         rows, stack = _stack_of(self, input, states, weights, resets, call)
         layers, both = len(self._all_weights), self.bidirectional
         last: list[tuple[Tensor, ...]] = []

@@ -83,6 +83,11 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def check_launches(device: torch.device) -> None:
+    """Raise RuntimeError if an earlier kernel on the GPU failed; does not wait for those that run."""
+    as_gpu(kernels_on(device)).check(device.index)
+
+
 def _at_once(mask_hh: Tensor | None, call: Call, tf32: bool, layers: int) -> int:
     kernels = as_gpu(kernels_on(call.device))
     return kernels.layers_at_once(call, layers, mask_hh, _block(mask_hh, call), tf32)

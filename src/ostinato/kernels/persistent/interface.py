@@ -135,6 +135,9 @@ class KernelsOfGPU(Kernels, Protocol):
     Stacked layers run in a wavefront, each on another chunk of the steps; both directions of one in a single launch.
     """
 
+    def check(self, device: int, /) -> None:
+        """Raise RuntimeError if an earlier kernel failed; does not wait for those that run."""
+
     def layers_at_once(
         self, call: Call, layers: int, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: bool, /
     ) -> int:

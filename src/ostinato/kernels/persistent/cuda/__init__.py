@@ -1,21 +1,21 @@
 """RNN, GRU and LSTM on NVIDIA GPUs, by kernels that NVRTC compiles.
 
-=====================  ===========================================================================================
-``plan.py``        the geometries of a layer's passes, or why torch's kernels run
-``passes.py``      both passes: ``forward.cu`` and ``backward.cu``, of two groups in turn
-                      ``forward_ping_pong.cu`` and ``backward_ping_pong.cu``, within clusters ``gather.cu`` and
-                      ``scatter.cu``, of wide batches ``forward_wide.cu`` and ``backward_wide.cu``
-``states_before.py``  the state before each step, by ``states_before.cu``
-``biases.py``      the gradients of biases, by ``biases.cu``
-``heuristics/``    which division of a layer among blocks of threads is the fastest, and how long cuDNN takes:
-                      estimates
-``small.py``       the products of small layers in one launch
-``wavefront.py``   how many of stacked layers run at once
-``launch.py``      the kernels of a geometry: compiled and launched
-``source.py``      the CUDA files of a geometry's kernels, and what is defined for them
-``packing.py``     pruned weights in the order in which the kernels read them
-``step.py``        one step, by ``step.cu``
-=================  ===========================================================================================
+=====================  ============================================================================================
+``plan.py``            the geometries of a layer's passes, or why torch's kernels run
+``passes.py``          both passes: ``forward.cu`` and ``backward.cu``, of two groups in turn
+                          ``forward_ping_pong.cu`` and ``backward_ping_pong.cu``, within clusters ``gather.cu`` and
+                          ``scatter.cu``, of wide batches ``forward_wide.cu`` and ``backward_wide.cu``
+``states_before.py``   the state before each step, by ``states_before.cu``
+``biases.py``          the gradients of biases, by ``biases.cu``
+``heuristics/``        which division of a layer among blocks of threads is the fastest, and how long cuDNN takes:
+                          estimates
+``small.py``           the products of small layers in one launch
+``wavefront.py``       how many of stacked layers run at once
+``launch.py``          the kernels of a geometry: compiled and launched
+``source.py``          the CUDA files of a geometry's kernels, and what is defined for them
+``packing.py``         pruned weights in the order in which the kernels read them
+``step.py``            one step, by ``step.cu``
+=====================  ============================================================================================
 
 The loops over time named above are compiled with these, as ``source.py`` puts them together:
 
@@ -34,6 +34,7 @@ The loops over time named above are compiled with these, as ``source.py`` puts t
 
 from ostinato.kernels.persistent.cuda import small
 from ostinato.kernels.persistent.cuda.biases import gradients_of_biases
+from ostinato.kernels.persistent.cuda.launch import check
 from ostinato.kernels.persistent.cuda.passes import backward, backward_both, forward, forward_both
 from ostinato.kernels.persistent.cuda.plan import least_steps, make_plan
 from ostinato.kernels.persistent.cuda.states_before import previous
@@ -56,6 +57,7 @@ __all__ = [
     "most_single_steps",
     "step_of",
     "StepOfLayers",
+    "check",
     "layers_at_once",
     "chunks",
 ]

@@ -1,0 +1,371 @@
+"""Training of small layers in CUDA graphs has the bits of launched calls, whatever is done between the passes."""
+
+import contextlib
+import copy
+import gc
+import itertools
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import ostinato
+from ostinato.recurrent import graphs, sequences
+
+SIZES = {
+    "one layer": {},
+    "three layers": {"num_layers": 3},
+    "both directions": {"num_layers": 2, "bidirectional": True},
+    "batch first, without biases": {"batch_first": True, "bias": False},
+}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+STEPS, BATCH, INPUT, HIDDEN = 7, 3, 16, 24
+
+
+def test_which_layers_are_captured(monkeypatch):
+    weights = [torch.nn.Parameter(torch.empty(96, 16)), torch.nn.Parameter(torch.empty(96, 24))]
+    assert not graphs.are_worth(weights, 21, 7)  # on a CPU
+    for weight in weights:
+        monkeypatch.setattr(type(weight), "is_cuda", True, raising=False)
+    monkeypatch.delenv("OSTINATO_CUDA_GRAPHS", raising=False)
+    assert graphs.are_worth(weights, 21, 7)
+    assert not graphs.are_worth(weights, 3 * 257, 257)  # steps
+    assert graphs.are_worth(weights, 107_000, 7)  # 4 bytes of 96 + 3*16 and of 96 + 3*24 numbers: 128 MB
+    assert not graphs.are_worth(weights, 108_000, 7)
+    assert not graphs.are_worth([x.data for x in weights], 21, 7)  # which another call has elsewhere
+    monkeypatch.setenv("OSTINATO_CUDA_GRAPHS", "0")
+    assert not graphs.are_worth(weights, 21, 7)
+
+
+def layer_of(cell, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    name, extra = ("RNN", {"nonlinearity": "relu"}) if cell == "relu" else (cell, {})
+    return getattr(ostinato, name)(INPUT, HIDDEN, **options, **extra).to("cuda", dtype)
+
+
+def input_of(layer, seed=0):
+    shape = (BATCH, STEPS, INPUT) if layer.batch_first else (STEPS, BATCH, INPUT)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(layer.weight_ih_l0).requires_grad_()
+
+
+def states_of(layer, seed=0):
+    shape = 2 if layer.mode == "LSTM" else 1, len(layer._all_weights), BATCH, HIDDEN
+    states = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(layer.weight_ih_l0)
+    states = [x.clone().requires_grad_() for x in states]
+    return tuple(states) if layer.mode == "LSTM" else states[0]
+
+
+def flat(*results):
+    for x in results:
+        if isinstance(x, tuple):
+            yield from flat(*x)
+        else:
+            yield x
+
+
+def gradients(layer, results, inputs, chosen=(0, 1, 2), **options):
+    """Of all parameters and these inputs, by some of the results."""
+    results = [x for i, x in enumerate(flat(*results)) if i in chosen]
+    wanted = [*layer.parameters(), *flat(*inputs)]
+    loss = sum((x.float() * x.float().detach().cos()).sum() for x in results)
+    return torch.autograd.grad(loss, wanted, allow_unused=True, **options)
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Captures at the second equal call."""
+    monkeypatch.setattr(graphs, "USES", 1)
+    monkeypatch.setattr(graphs, "_kept", graphs._AllKept())
+    monkeypatch.setattr(sequences, "_CALLS", sequences.Prepared())
+
+
+@contextlib.contextmanager
+def launched():
+    replay, sequences.replay = sequences.replay, lambda *args: None
+    try:
+        yield
+    finally:
+        sequences.replay = replay
+
+
+def equal(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        assert (x is None and y is None) or torch.equal(x, y)
+
+
+def warmed(layer, *args, **options):
+    """So that the next call replays."""
+    for _ in range(2):
+        gradients(layer, layer(*args, **options), ())
+    return graphs._kept.replays
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("cell", ["RNN", "relu", "GRU", "LSTM"])
+def test_every_bit_is_that_of_launched_calls(cell, options, dtype, soon):
+    layer = layer_of(cell, dtype, **options)
+    other = copy.deepcopy(layer)
+    for seed in range(5):
+        x, states = input_of(layer, seed), states_of(layer, seed)
+        shape = x.shape[:2]
+        resets = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).lt(0.2).cuda() if seed % 2 else None
+        given = [(x, states), (x,)][seed % 2]
+        for chosen in ((0, 1, 2), (0,), (1,), (0, 1)):
+            results = layer(*given, resets=resets)
+            found = gradients(layer, results, given, chosen)
+            with launched():
+                expected = other(*given, resets=resets)
+                equal(flat(*results), flat(*expected))
+                equal(found, gradients(other, expected, given, chosen))
+        with torch.no_grad():
+            for one, two, grad in zip(layer.parameters(), other.parameters(), found, strict=False):
+                one.sub_(grad, alpha=0.1)
+                two.sub_(grad, alpha=0.1)
+    assert graphs._kept.replays == 5 * 4 - 2  # of both kinds of calls the first is launched
+    assert all(all(kept.call._backwards.values()) for kept in graphs._kept._all)
+
+
+@pytest.mark.gpu
+def test_frozen_parameters_and_inputs_without_gradients(soon):
+    layer = layer_of("LSTM", num_layers=2)
+    layer.weight_hh_l0.requires_grad_(False)
+    layer.bias_ih_l1.requires_grad_(False)
+    x = input_of(layer).detach()
+    parameters = [x for x in layer.parameters() if x.requires_grad]
+
+    def run():
+        output, _ = layer(x)
+        return [output, *torch.autograd.grad(output.square().sum(), parameters)]
+
+    with launched():
+        expected = run()
+    for _ in range(4):
+        equal(run(), expected)
+    assert graphs._kept.replays == 3
+
+
+@pytest.mark.gpu
+def test_a_call_before_the_backward_of_another(soon):
+    layer = layer_of("GRU")
+    first, second = input_of(layer, 1), input_of(layer, 2)
+    before = warmed(layer, first)
+
+    def run():
+        results = [layer(first), layer(second)]
+        return [*gradients(layer, results[0], (first,)), *gradients(layer, results[1], (second,))]
+
+    with launched():
+        expected = run()
+    equal(run(), expected)
+    assert graphs._kept.replays == before + 1  # the second is launched
+    equal(run(), expected)
+    results = layer(first)
+    del results  # as if it were of no use
+    equal(run(), expected)
+
+
+@pytest.mark.gpu
+def test_a_backward_that_comes_twice_or_late(soon):
+    layer = layer_of("LSTM")
+    x, other = input_of(layer, 1), input_of(layer, 2)
+    warmed(layer, x)
+    with launched():
+        expected = gradients(layer, layer(x), (x,))
+    results = layer(x)
+    equal(gradients(layer, results, (x,), retain_graph=True), expected)
+    equal(gradients(layer, results, (x,), retain_graph=True), expected)
+    gradients(layer, layer(other), (other,))  # overwrites the memory
+    equal(gradients(layer, results, (x,)), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+def test_gradients_of_gradients(cell, soon):
+    layer = layer_of(cell)
+    x = input_of(layer)
+    before = warmed(layer, x)
+
+    def run():
+        output, _ = layer(x)
+        (grad,) = torch.autograd.grad(output.sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), [x, *layer.parameters()], allow_unused=True)
+
+    with launched():
+        expected = run()
+    for y, z in zip(run(), expected, strict=True):
+        assert (y is None and z is None) or torch.allclose(y, z, rtol=1e-5, atol=1e-6)
+    assert graphs._kept.replays == before + 1
+
+
+@pytest.mark.gpu
+def test_several_gradients_at_once(soon):
+    layer = layer_of("GRU")
+    x = input_of(layer)
+    warmed(layer, x)
+    rows = torch.eye(HIDDEN, device="cuda")[:3]
+
+    def run():
+        output, _ = layer(x)
+        return torch.autograd.grad(output[-1, 0], x, rows, is_grads_batched=True)
+
+    with launched():
+        (expected,) = run()
+    torch.testing.assert_close(run()[0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changed", ["weight", "input"])
+def test_what_is_changed_before_the_backward_is_an_error(changed, soon):
+    layer = layer_of("GRU")
+    x = input_of(layer)
+    warmed(layer, x)
+    results = layer(x)
+    with torch.no_grad():
+        (layer.weight_hh_l0 if changed == "weight" else x).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(layer, results, ())
+
+
+@pytest.mark.gpu
+def test_weights_that_are_moved_before_the_backward(soon):
+    layer = layer_of("GRU")
+    x = input_of(layer)
+    warmed(layer, x)
+    with launched():
+        expected = gradients(layer, layer(x), (x,))
+    results = layer(x)
+    before, layer.weight_hh_l0.data = layer.weight_hh_l0.data, layer.weight_hh_l0.data.clone()
+    before.fill_(float("nan"))
+    equal(gradients(layer, results, (x,)), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_and_hooks_of_saved_tensors(reentrant, soon):
+    layer = layer_of("LSTM", num_layers=2)
+    x = input_of(layer)
+    warmed(layer, x)
+    with launched():
+        expected = gradients(layer, layer(x), (x,), (0,))
+
+    def run():
+        for leaf in (x, *layer.parameters()):
+            leaf.grad = None
+        output = checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant)
+        output.backward(output.detach().cos())
+        return [p.grad for p in (*layer.parameters(), x)]
+
+    for _ in range(3):
+        equal(run(), expected)
+    with torch.autograd.graph.save_on_cpu():
+        results = layer(x)
+    equal(gradients(layer, results, (x,), (0,)), expected)
+
+
+@pytest.mark.gpu
+def test_a_captured_model_and_other_streams(soon):
+    layer = layer_of("GRU", num_layers=2)
+    x = input_of(layer)
+    warmed(layer, x)
+    with launched():
+        expected = gradients(layer, layer(x), (x,))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            found = gradients(layer, layer(x), (x,))
+    torch.cuda.current_stream().wait_stream(stream)
+    equal(found, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(layer, layer(x), (x,))
+    graph.replay()
+    for y, z in zip(found, expected, strict=True):
+        torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_threads_share_a_layer(soon):
+    layer = layer_of("LSTM")
+    inputs = [input_of(layer, seed) for seed in range(4)]
+    with launched():
+        expected = [gradients(layer, layer(x), (x,)) for x in inputs]
+    warmed(layer, inputs[0])
+    found = [[] for _ in inputs]
+
+    def work(index):
+        for _ in range(30):
+            found[index].append(gradients(layer, layer(inputs[index]), (inputs[index],)))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine, own in zip(found, expected, strict=True):
+        assert len(mine) == 30
+        for one in mine:
+            equal(one, own)
+
+
+@pytest.mark.gpu
+def test_dropout_is_drawn_anew(soon):
+    layer = layer_of("GRU", num_layers=2, dropout=0.5)
+    x = input_of(layer)
+    outputs = [layer(x)[0] for _ in range(4)]
+    assert all(not torch.equal(one, two) for one, two in itertools.pairwise(outputs))
+    assert graphs._kept.replays == 0
+    layer.eval()
+    with launched():
+        expected = gradients(layer, layer(x), (x,))
+    warmed(layer, x)
+    equal(gradients(layer, layer(x), (x,)), expected)
+    assert graphs._kept.replays > 0
+    layer.train()
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+
+
+@pytest.mark.gpu
+def test_graphs_go_with_their_layer_and_make_room_for_others(soon, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_KEPT", 75_000)  # the layers take 22, 46, 71, 26 and 14 kB
+    layers = [layer_of("GRU", num_layers=n) for n in (1, 2, 3)]
+    x = input_of(layers[0])
+    for layer in layers:
+        warmed(layer, x)
+    assert len(graphs._kept._all) == 2
+    before = graphs._kept.replays
+    gradients(layers[2], layers[2](x), ())
+    assert graphs._kept.replays == before  # there was no room
+    del layers[0], layer
+    gc.collect()
+    assert len(graphs._kept._all) == 1
+    monkeypatch.setattr(graphs, "_STALE", 0)
+    last = layer_of("LSTM")
+    warmed(last, x)
+    warmed(layer_of("RNN"), x)
+    gc.collect()
+    assert len(graphs._kept._all) == 1  # the RNN's are gone with it, those of the GRU have made room
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_is_launched(soon, monkeypatch):
+    layer = layer_of("GRU")
+    x = input_of(layer)
+    with launched():
+        expected = gradients(layer, layer(x), (x,))
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(graphs, "_Backward", fail)
+    for _ in range(4):
+        equal(gradients(layer, layer(x), (x,)), expected)
+    assert graphs._kept.replays == 3
+    monkeypatch.setattr(graphs, "_CallGraphs", fail)
+    other = copy.deepcopy(layer)
+    for _ in range(4):
+        equal(gradients(other, other(x), (x,)), expected)
+    assert graphs._kept.replays == 3
