@@ -1,4 +1,4 @@
-"""Training of small layers in CUDA graphs has the bits of launched calls, whatever is done between the passes."""
+"""Small layers in CUDA graphs have the bits of launched calls, whatever is done between the passes."""
 
 import contextlib
 import copy
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ostinato
 from ostinato.recurrent import graphs, sequences
+from ostinato.states import each
 
 SIZES = {
     "one layer": {},
@@ -126,6 +127,33 @@ def test_every_bit_is_that_of_launched_calls(cell, options, dtype, soon):
                 two.sub_(grad, alpha=0.1)
     assert graphs._kept.replays == 5 * 4 - 2  # of both kinds of calls the first is launched
     assert all(all(kept.call._backwards.values()) for kept in graphs._kept._all)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+def test_every_bit_without_gradients(cell, options, dtype, soon):
+    layer = layer_of(cell, dtype, **options)
+    kept = []
+    for seed in range(6):
+        x, states = input_of(layer, seed).detach(), each(torch.Tensor.detach, states_of(layer, seed))
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            layer.requires_grad_(mode is not torch.enable_grad)
+            with mode():
+                results = [*flat(*layer(x, states))]
+                with launched():
+                    expected = [*flat(*layer(x, states))]
+            equal(results, expected)
+            assert not any(y.requires_grad for y in results)
+            assert all(y.is_inference() is (mode is torch.inference_mode) for y in results)
+            kept.append((results, expected))
+        with torch.no_grad():
+            for weight in layer.parameters():
+                weight.neg_()
+    for results, expected in kept:
+        equal(results, expected)  # which no later call has overwritten
+    assert graphs._kept.replays >= 6 * 3 - 3  # the first call of each mode is launched
 
 
 @pytest.mark.gpu

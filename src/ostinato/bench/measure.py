@@ -20,6 +20,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 50
 SLOW = 0.5  # seconds; slower calls are not repeated
 GPU_SECONDS = 0.02  # spent on the repetitions of a GPU pass
 FLUSH_BYTES = 512 << 20  # several times any cache
+WARM_UPS = 24  # calls before the repetitions, after which all have come to what they do in a long training
 FLUSHES = 4  # long enough for the host to launch most of what is timed while the GPU is busy with them
 OF_GRADIENTS = 5  # factor on the tolerance: gradients of weights are sums over all steps, rounded at each
 COLLECT_ABOVE = 1 << 30  # bytes in use above which garbage is collected
@@ -182,6 +183,8 @@ def _gpu_timing(function: Callable[[], object], run: Run, seconds: float) -> Rec
     if samples[0] <= SLOW:
         estimate = min(samples[0], _gpu_elapsed(function, run))  # a single one may be an outlier
         rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / estimate)))
+        for _ in range(WARM_UPS if estimate < seconds else 0):
+            _gpu_elapsed(function, run)
         flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
         samples = [_gpu_elapsed(function, run, flush) for _ in range(rounds)]
         latencies = [_elapsed(function, torch.cuda.synchronize) for _ in range(rounds)]

@@ -1,9 +1,9 @@
-"""Training of small layers on a GPU: calls that are repeated become CUDA graphs, which the host launches as a whole.
+"""Small layers on a GPU: calls that are repeated become CUDA graphs, which the host launches as a whole.
 
 The kernels of a small layer take less time than the host needs to launch them, and several layers or directions have
-many.  Once calls with the same sizes and weights have come :data:`USES` times, the forward and the backward are
-captured, with memory of their own: from then on a call copies its input there, replays, and copies its results.  The
-kernels are those of the calls before, and so is every bit of their results.
+many.  Once calls with the same sizes and weights have come :data:`USES` times, they are captured, with memory of their
+own: from then on a call copies its input there, replays, and copies its results.  So is the backward.  The kernels are
+those of the calls before, and so is every bit of their results.
 
 What the graphs keep for the backward is that of the last call.  A call that comes before the backward of the one
 before it is therefore launched as usual, and a backward that comes too late, or a second time, computes its forward
@@ -62,9 +62,10 @@ def replay(
     states: list[Tensor],
     weights: list[Tensor],
     resets: Tensor | None,
+    training: bool,
 ) -> Sequence[Tensor] | None:
-    """The results of a training call by its graphs; None if it has none, or not yet, and is to be launched."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    """The results of a call by its graphs; None if it has none, or not yet, and is to be launched."""
+    if training and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None  # such as a checkpoint's, to which both of its calls must save the same
     key = torch._C._cuda_getCurrentRawStream(x.get_device()), *_addresses_of(weights)
     found = graphs.get(key, 0)
@@ -75,7 +76,11 @@ def replay(
             graphs[key] = found + 1
             return None
         found = graphs[key] = _captured_call(graphs, key, layer, run, [x, *states, *weights], len(states), resets)
-    if found is None or (use := found.claim()) is None:
+    if found is None:
+        return None
+    if not training:
+        return found.forward([x, *states], resets)[0]
+    if (use := found.claim()) is None:
         return None
     results: Sequence[Tensor] = _apply(found, use, run, resets, x, *states, *weights)
     return results
@@ -90,7 +95,7 @@ class _Use:
 
 
 class _CallGraphs:
-    """The forward of a call and its backward, captured with memory of their own."""
+    """A call, and its backward, captured with memory of their own."""
 
     def __init__(self, run: Run, tensors: list[Tensor], states: int, resets: Tensor | None) -> None:
         self._device, self._pool = tensors[0].device, torch.cuda.graph_pool_handle()
@@ -105,7 +110,7 @@ class _CallGraphs:
         self._lock, self._version = threading.Lock(), 0  # of the memory
         self._use: weakref.ref[_Use] | None = None
         self.last_replay = _kept.replays
-        with torch.enable_grad(), captured(self._device, self._pool) as self._graph:
+        with captured(self._device, self._pool) as self._graph:
             x, *others = self._leaves
             self._results = run(x, others[:states], others[states:], self._resets)
 
@@ -130,7 +135,7 @@ class _CallGraphs:
             self._version += 1
             _kept.replays += 1
             self.last_replay = _kept.replays
-            return [y.detach().clone() for y in self._results], self._version
+            return [y.data.clone() for y in self._results], self._version
 
     def backward(
         self, version: int, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]
@@ -271,8 +276,10 @@ def _captured_call(
     """The graphs of a call; None if it cannot be captured, or the others leave no room."""
     if not _kept.make_room(_bytes_of(tensors[1 + states :], tensors[0].numel() // tensors[0].shape[-1])):
         return None
+    differentiable = torch.is_grad_enabled()
     try:
-        found = _CallGraphs(run, tensors, states, resets)
+        with torch.inference_mode(False), torch.set_grad_enabled(differentiable):
+            found = _CallGraphs(run, tensors, states, resets)
     except RuntimeError:
         return None
     _kept.add(found, graphs, key, layer)

@@ -114,7 +114,7 @@ class SequenceLayers(MaskedLayers):
 
     def _with_graphs(self, call: KernelCall | None, weights: list[Tensor]) -> KernelCall | None:
         """The call with room for its CUDA graphs, if it is one that gains by them."""
-        if call is None or call.layers is None or not call.training or call.autocast or self._buffers:
+        if call is None or call.layers is None or call.autocast or self._buffers:
             return call
         if is_captured(weights[0].device) or not are_worth(weights, call.batch * call.steps, call.steps):
             return call
@@ -178,7 +178,7 @@ class SequenceLayers(MaskedLayers):
                 output, last = self._forward_kernels(x, states, weights, resets, call)
                 return [output, *states_of(last)]
 
-            results = replay(call.graphs, self, run, input, states, weights, resets)
+            results = replay(call.graphs, self, run, input, states, weights, resets, call.training)
             if results is not None:
                 return results[0], hidden_of(results[1:])
         return self._forward_kernels(input, states, weights, resets, call)
