@@ -109,15 +109,16 @@ class _CallGraphs:
         self._backwards: dict[tuple[bool, ...], _Backward | None] = {}
         self._lock, self._version = threading.Lock(), 0  # of the memory
         self._use: weakref.ref[_Use] | None = None
+        self._moves = False  # whether weights are elsewhere in the backward
         self.last_replay = _kept.replays
         with captured(self._device, self._pool) as self._graph:
             x, *others = self._leaves
             self._results = run(x, others[:states], others[states:], self._resets)
 
     def claim(self) -> _Use | None:
-        """The right to the memory; None while the call before may have its backward yet."""
+        """The right to the memory; None while the call before may have its backward yet, or if weights move."""
         with self._lock:
-            if self._use is not None and self._use() is not None:
+            if self._moves or (self._use is not None and self._use() is not None):
                 return None
             use = _Use()
             self._use = weakref.ref(use)
@@ -146,7 +147,9 @@ class _CallGraphs:
         """
         check_launches(self._device)
         with self._lock:
-            if self._version != version or self._addresses != _addresses_of(tensors[1 + self.states :]):
+            if self._addresses != _addresses_of(tensors[1 + self.states :]):
+                self._moves = True
+            if self._version != version or self._moves:
                 return None
             self._version += 1
             self._use = None
