@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -42,19 +43,29 @@ def captured(device: torch.device, pool: Pool) -> Iterator[torch.cuda.CUDAGraph]
     ``torch.cuda.graph`` would wait for the GPU and free all memory that PyTorch has cached.  Graphs of the same `pool`
     may use each other's results, if they are replayed in the order of their captures.
     """
-    graph, stream, collects = torch.cuda.CUDAGraph(), _capture_stream(device), gc.isenabled()
-    gc.disable()  # which could free what cannot be freed in a capture
-    try:
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device)
+    with _one_capture, _without_garbage_collection(), torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
             try:
-                try:
-                    yield graph
-                finally:
-                    graph.capture_end()
-            except Exception:
-                _leave_capture(pool)
-                raise
+                yield graph
+            finally:
+                graph.capture_end()
+        except Exception:
+            _leave_capture(pool)
+            raise
+
+
+_one_capture = threading.Lock()  # at a time, as all have one stream
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Which could free what cannot be freed in a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collects:
             gc.enable()

@@ -28,12 +28,13 @@ Run = Callable[[Tensor, list[Tensor], list[Tensor], Tensor | None], list[Tensor]
 """A launched call: the output and last states, of the input, the states, the weights and resets."""
 
 Graphs = dict[tuple[int, ...], Any]
-"""Of calls of the same sizes, by stream and addresses of weights: how often one has come, then its graphs, or None."""
+"""Of calls of the same sizes, by addresses of weights: how often one has come, then its graphs, or None."""
 
 USES = 16  # of equal calls before they are captured: more than most warm-ups of other captures
 MOST_STEPS = 256  # longer sequences take a GPU longer than the host
 MOST_BYTES = 128 << 20  # that a call keeps for its backward
 MOST_KEPT = 512 << 20  # bytes of all calls whose graphs are kept
+_DEFAULT_STREAM = 0
 _STALE = 4096  # replays of others, after which those of a call may make room
 _MOST_COUNTED = 64  # of calls of the same sizes
 
@@ -65,14 +66,17 @@ def replay(
     training: bool,
 ) -> Sequence[Tensor] | None:
     """The results of a call by its graphs; None if it has none, or not yet, and is to be launched."""
+    if torch._C._cuda_getCurrentRawStream(x.get_device()) != _DEFAULT_STREAM:
+        return None  # all graphs share the memory that cuBLAS works in, so they must not run at the same time
     if training and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None  # such as a checkpoint's, to which both of its calls must save the same
-    key = torch._C._cuda_getCurrentRawStream(x.get_device()), *_addresses_of(weights)
+    key = _addresses_of(weights)
     found = graphs.get(key, 0)
     if type(found) is int:
         if found < USES:
-            if len(graphs) >= _MOST_COUNTED:
-                graphs.clear()
+            if not found and len(graphs) >= _MOST_COUNTED:
+                for counted in [key for key, uses in graphs.items() if type(uses) is int]:
+                    del graphs[counted]
             graphs[key] = found + 1
             return None
         found = graphs[key] = _captured_call(graphs, key, layer, run, [x, *states, *weights], len(states), resets)
@@ -151,7 +155,7 @@ class _CallGraphs:
                 self._moves = True
             if self._version != version or self._moves:
                 return None
-            self._version += 1
+            self._version += 1  # nothing says that kernels leave whole what they have read for the last time
             self._use = None
             present = tuple([grad is not None for grad in grads])
             if present not in self._backwards:
@@ -201,8 +205,10 @@ def _forward(
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, resets = ctx.saved_tensors
+    if all(grad is None for grad in grads):
+        return (None,) * len(ctx.needs_input_grad)
     found = None
-    if not torch.is_grad_enabled() and is_eager(grads):
+    if not torch.is_grad_enabled() and is_eager(grads) and not torch.cuda.is_current_stream_capturing():
         found = ctx.graphs.backward(ctx.version, tensors, grads)
     if found is None:
         found = _launched(ctx, tensors, resets, grads)
@@ -241,6 +247,10 @@ class _AllKept:
     def __init__(self) -> None:
         self.replays, self._all = 0, list[_Kept]()
 
+    def drop_those_of(self, layer: nn.Module) -> None:
+        for kept in [kept for kept in self._all if kept.layer() is layer]:
+            self._drop(kept)
+
     def make_room(self, bytes_needed: int) -> bool:
         """Whether there is room, of graphs that have not been used for long, too."""
         while sum(kept.call.bytes for kept in self._all) + bytes_needed > MOST_KEPT:
@@ -265,6 +275,11 @@ class _AllKept:
 
 
 _kept = _AllKept()
+
+
+def forget(layer: nn.Module) -> None:
+    """Free the graphs of a layer, which keep its weights in memory, where these will be elsewhere."""
+    _kept.drop_those_of(layer)
 
 
 def _captured_call(

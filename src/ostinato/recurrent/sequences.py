@@ -172,7 +172,9 @@ class SequenceLayers(MaskedLayers):
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None, call: KernelCall
     ) -> tuple[Any, Any]:
         """As ``torch.nn``'s forward: launched, or replayed."""
-        if call.graphs is not None and not (self.training and self.dropout > 0 and self.num_layers > 1):
+        # With gradients not in evaluation either: launched again in the backward, it might no longer be.
+        drops = self.dropout > 0 and self.num_layers > 1 and (self.training or call.training)
+        if call.graphs is not None and not drops:
 
             def run(x: Tensor, states: list[Tensor], weights: list[Tensor], resets: Tensor | None) -> list[Tensor]:
                 output, last = self._forward_kernels(x, states, weights, resets, call)

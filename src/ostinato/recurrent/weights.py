@@ -13,6 +13,7 @@ from ostinato.checks import check_tensor
 from ostinato.kernels.operators.export import constant_to_compilers
 from ostinato.kernels.persistent.plan import GATES, KernelPath
 from ostinato.masks import forget_pruned, keep_pruned, kept_weights, mask_name, mask_of, masked
+from ostinato.recurrent.graphs import forget
 from ostinato.recurrent.torch_layers import TorchLayers
 
 
@@ -48,6 +49,7 @@ class MaskedLayers(TorchLayers):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
         """``torch.nn``'s, which may be told to swap parameters, and cannot while there are weak references to them."""
+        forget(self)
         for name in self._flat_weights_names:
             if mask_of(self, name) is not None:
                 forget_pruned(self, name)

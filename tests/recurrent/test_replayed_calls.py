@@ -1,0 +1,342 @@
+"""When calls are replayed, and what they keep for the backward: by graphs of PyTorch's operations on a CPU."""
+
+import contextlib
+import copy
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from ostinato.recurrent import graphs
+
+
+class Recorded(TorchDispatchMode):
+    """In place of a CUDA graph: all operations, which a replay runs on the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, results))
+        return results
+
+    @torch.no_grad()
+    def replay(self):
+        for func, args, kwargs, results in self.operations:
+            for before, now in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):
+                before.data.copy_(now)
+
+
+@contextlib.contextmanager
+def recorded(device, pool):
+    with Recorded() as graph:
+        yield graph
+
+
+class Layer(nn.Module):
+    """h[t] = tanh(W x[t] + U h[t-1]), zero before a step that resets it."""
+
+    def __init__(self, width=3):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(width, width) / 2) for _ in range(2)])
+        self.graphs = {}
+
+    def __deepcopy__(self, memo):
+        other = Layer()
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def launched(self, x, states, weights, resets):
+        h, outputs = states[0] if states else x.new_zeros(x.shape[1:]), []
+        for t, step in enumerate(x):
+            if resets is not None:
+                h = h.masked_fill(resets[t, :, None], 0)
+            h = torch.tanh(step @ weights[0].T + h @ weights[1].T)
+            outputs.append(h)
+        return [torch.stack(outputs), h]
+
+    def forward(self, x, *states, resets=None):
+        weights, states = [*self.weights], [*states]
+        training = torch.is_grad_enabled()
+        found = graphs.replay(self.graphs, self, self.launched, x, states, weights, resets, training)
+        return self.launched(x, states, weights, resets) if found is None else found
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(graphs, "captured", recorded)
+    monkeypatch.setattr(graphs, "check_launches", lambda device: None)
+    monkeypatch.setattr(graphs, "USES", 1)
+    monkeypatch.setattr(graphs, "_kept", graphs._AllKept())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    torch.manual_seed(0)
+
+
+def x_of(seed=0):
+    return torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def gradients(layer, results, *inputs, chosen=(0, 1), **options):
+    loss = sum((results[i] * results[i].detach().cos()).sum() for i in chosen)
+    return torch.autograd.grad(loss, [*inputs, *layer.parameters()], **options)
+
+
+def expected_of(layer, x, *states, resets=None, chosen=(0, 1)):
+    results = layer.launched(x, [*states], [*layer.weights], resets)
+    return gradients(layer, results, x, *states, chosen=chosen)
+
+
+def assert_equal(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def warmed(layer, x):
+    """So that the next call replays."""
+    for _ in range(2):
+        gradients(layer, layer(x))
+    return graphs._kept.replays
+
+
+@pytest.mark.parametrize("given", ["input", "state", "resets"])
+def test_results_and_gradients_are_those_of_launched_calls(given):
+    layer = Layer()
+    for seed in range(6):
+        x = x_of(seed)
+        states = [torch.randn(2, 3).requires_grad_()] if given == "state" else []
+        resets = torch.rand(4, 2) < 0.3 if given == "resets" else None
+        for chosen in ((0, 1), (0,), (1,)):
+            results = layer(x, *states, resets=resets)
+            assert_equal(results, layer.launched(x, states, [*layer.weights], resets))
+            found = gradients(layer, results, x, *states, chosen=chosen)
+            assert_equal(found, expected_of(layer, x, *states, resets=resets, chosen=chosen))
+        with torch.no_grad():
+            for weight, grad in zip(layer.weights, found[-2:], strict=True):
+                weight.sub_(grad)
+    assert graphs._kept.replays == 6 * 3 - 1
+    assert all(all(kept.call._backwards.values()) for kept in graphs._kept._all)
+
+
+def test_results_without_gradients_are_not_overwritten():
+    layer, kept = Layer(), []
+    for seed in range(4):
+        x = x_of(seed)
+        with torch.no_grad() if seed % 2 else torch.inference_mode():
+            kept.append((layer(x), layer.launched(x, [], [*layer.weights], None)))
+    for results, expected in kept:
+        assert_equal(results, expected)
+        assert not any(y.requires_grad for y in results)
+    assert graphs._kept.replays == 3
+
+
+def test_a_call_before_the_backward_of_another_is_launched():
+    layer, first, second = Layer(), x_of(1), x_of(2)
+    before = warmed(layer, first)
+    for times in (1, 2):
+        one, two = layer(first), layer(second)
+        assert graphs._kept.replays == before + times
+        assert_equal(gradients(layer, one, first), expected_of(layer, first))
+        assert_equal(gradients(layer, two, second), expected_of(layer, second))
+    unused = layer(first)
+    layer(second)
+    assert graphs._kept.replays == before + 3
+    del unused
+    assert_equal(gradients(layer, layer(first), first), expected_of(layer, first))
+    assert graphs._kept.replays == before + 4
+
+
+def test_a_backward_may_come_twice_and_late(monkeypatch):
+    layer, x, other = Layer(), x_of(1), x_of(2)
+    warmed(layer, x)
+    replayed, replay = [], graphs._Backward.replay
+    monkeypatch.setattr(graphs._Backward, "replay", lambda *args: replayed.append(args) or replay(*args))
+    results = layer(x)
+    assert_equal(gradients(layer, results, x, retain_graph=True), expected_of(layer, x))
+    assert len(replayed) == 1
+    assert_equal(gradients(layer, results, x, retain_graph=True), expected_of(layer, x))
+    assert len(replayed) == 1
+    gradients(layer, layer(other))
+    assert_equal(gradients(layer, results, x), expected_of(layer, x))
+    assert len(replayed) == 2
+
+
+def test_gradients_of_gradients_and_several_at_once():
+    layer, x = Layer(), x_of()
+    warmed(layer, x)
+
+    def second(output):
+        (grad,) = torch.autograd.grad(output.sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), [x, *layer.parameters()])
+
+    for y, z in zip(second(layer(x)[0]), second(layer.launched(x, [], [*layer.weights], None)[0]), strict=True):
+        torch.testing.assert_close(y, z)
+    rows = torch.eye(3)
+    (found,) = torch.autograd.grad(layer(x)[0][-1, 0], x, rows, is_grads_batched=True)
+    output = layer.launched(x, [], [*layer.weights], None)[0]
+    (expected,) = torch.autograd.grad(output[-1, 0], x, rows, is_grads_batched=True)
+    torch.testing.assert_close(found, expected)
+
+
+def test_results_that_nothing_depends_on_have_no_gradient():
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    layer, x = Layer(), x_of()
+    warmed(layer, x)
+    found = torch.autograd.grad(Cut.apply(layer(x)[0]).sum(), [x, *layer.parameters()], allow_unused=True)
+    assert found == (None, None, None)
+
+
+@pytest.mark.parametrize("changed", ["weight", "input"])
+def test_what_is_changed_before_the_backward_is_an_error(changed):
+    layer, x = Layer(), x_of()
+    warmed(layer, x)
+    results = layer(x)
+    with torch.no_grad():
+        (layer.weights[1] if changed == "weight" else x).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(layer, results)
+
+
+def test_weights_that_are_elsewhere_in_the_backward():
+    layer, x = Layer(), x_of()
+    before = warmed(layer, x)
+    expected = expected_of(layer, x)
+    results = layer(x)
+    old, layer.weights[1].data = layer.weights[1].data, layer.weights[1].data.clone()
+    old.fill_(float("nan"))
+    assert_equal(gradients(layer, results, x), expected)
+    old.copy_(layer.weights[1].data)
+    layer.weights[1].data = old
+    assert_equal(gradients(layer, layer(x), x), expected)
+    assert graphs._kept.replays == before + 1  # not the last: weights that moved may move again
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant):
+    layer, x = Layer(), x_of()
+    warmed(layer, x)
+    expected = expected_of(layer, x, chosen=(0,))
+    for _ in range(3):
+        for leaf in (x, *layer.parameters()):
+            leaf.grad = None
+        output = checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant)
+        output.backward(output.detach().cos())
+        assert_equal([x.grad, *(p.grad for p in layer.parameters())], expected)
+
+
+def test_other_streams_are_launched(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    assert warmed(Layer(), x_of()) == 0
+
+
+def test_a_backward_inside_a_capture_is_launched(monkeypatch):
+    layer, x = Layer(), x_of()
+    warmed(layer, x)
+    results = layer(x)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(graphs._CallGraphs, "backward", None)
+    assert_equal(gradients(layer, results, x), expected_of(layer, x))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_threads_share_a_layer(trained, monkeypatch):
+    layer, inputs = Layer(), [x_of(seed) for seed in range(4)]
+    replay = Recorded.replay
+    monkeypatch.setattr(Recorded, "replay", lambda self: time.sleep(1e-3) or replay(self))  # others go on
+
+    def launched(x):
+        return expected_of(layer, x) if trained else layer.launched(x, [], [*layer.weights], None)
+
+    def run(x):
+        with torch.set_grad_enabled(trained):
+            results = layer(x)
+            return gradients(layer, results, x) if trained else results
+
+    expected = [launched(x) for x in inputs]
+    run(inputs[0])
+    found = [[] for _ in inputs]
+
+    def work(index):
+        for _ in range(10):
+            found[index].append(run(inputs[index]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine, own in zip(found, expected, strict=True):
+        assert len(mine) == 10
+        for one in mine:
+            assert_equal(one, own)
+
+
+def test_memory_is_bounded_and_freed_with_the_layer(monkeypatch):
+    layers, x = [Layer() for _ in range(3)], x_of()
+    bytes_of_one = 2 * (3 + 3 * 3) * 4 * 4 * 2
+    monkeypatch.setattr(graphs, "MOST_KEPT", 2 * bytes_of_one)
+    assert [warmed(layer, x) for layer in layers] == [1, 2, 2]  # no room for the third
+    assert [kept.call.bytes for kept in graphs._kept._all] == [bytes_of_one] * 2
+    del layers[0]
+    gc.collect()
+    assert len(graphs._kept._all) == 1
+    graphs.forget(layers[0])
+    assert graphs._kept._all == []
+    assert layers[0].graphs == {}
+    assert warmed(layers[0], x) == 3
+    monkeypatch.setattr(graphs, "MOST_KEPT", bytes_of_one)
+    monkeypatch.setattr(graphs, "_STALE", 1)
+    assert warmed(Layer(), x) == 3  # the last replay is of the other
+    gradients(layers[0], layers[0](x))
+    assert warmed(layer := Layer(), x) == 4
+    graphs._kept.replays += 1
+    assert warmed(layer := copy.deepcopy(layer), x) == 6  # in place of one that was not used for long
+    assert layers[0].graphs == {}
+
+
+def test_counts_are_bounded(monkeypatch):
+    monkeypatch.setattr(graphs, "_MOST_COUNTED", 3)
+    layer, x = Layer(), x_of()
+    warmed(layer, x)
+    kept = {}
+    for _ in range(5):
+        kept[len(kept)] = layer.weights[1].data
+        layer.weights[1].data = layer.weights[1].data.clone()
+        layer(x)
+    assert len(layer.graphs) <= 3
+    assert sum(isinstance(x, graphs._CallGraphs) for x in layer.graphs.values()) == 1
+
+
+def test_what_cannot_be_captured_is_launched(monkeypatch):
+    layer, x = Layer(), x_of()
+    expected = expected_of(layer, x)
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(graphs, "_Backward", fail)
+    for _ in range(4):
+        assert_equal(gradients(layer, layer(x), x), expected)
+    assert graphs._kept.replays == 3
+    monkeypatch.setattr(graphs, "_CallGraphs", fail)
+    other = copy.deepcopy(layer)
+    for _ in range(4):
+        assert_equal(gradients(other, other(x), x), expected)
+    assert graphs._kept.replays == 3
