@@ -2,11 +2,14 @@
 
 import functools
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from ostinato.bench import profile
+from ostinato import kernels
+from ostinato.bench import profile, report
 from ostinato.bench.workloads import Layer, RecurrentLayer, Training
 from ostinato.cli.bench import app as bench_app
 
@@ -39,8 +42,8 @@ def test_a_profile_accounts_for_the_time(tmp_path, capsys, monkeypatch):
 
 def test_the_products_of_a_training_step_are_three():
     work = Layer("mingru", 2, 48, 4, 8, passes=("forward", "forward+backward"))
-    for kernels in (["nvjet_hsh_64x32", "nvjet_hsh_128x8", "cutlass_80"], ["aten::mm", "aten::mm", "aten::addmm"]):
-        flops = sum(profile.least_work(work, kernel, 1)["flops"] for kernel in kernels)
+    for names in (["nvjet_hsh_64x32", "nvjet_hsh_128x8", "cutlass_80"], ["aten::mm", "aten::mm", "aten::addmm"]):
+        flops = sum(profile.least_work(work, kernel, 1)["flops"] for kernel in names)
         assert flops == work.work("forward+backward")
     assert profile.least_work(work, "aten::mm", 3)["flops"] == work.work("forward+backward")
     assert profile.least_work(work, "aten::add", 1) == {}
@@ -55,6 +58,30 @@ def test_the_products_of_a_training_step_are_three():
     trained = Training("LSTM", 32, 2, 20)
     assert profile.least_work(trained, "recur", 2) == {"bytes": (5 + 10) * 40 * 32 * 2}
     assert profile.least_work(trained, "prepare", 2) == {"bytes": 5 * 40 * 32 * 2}
+    assert profile.least_work(trained, "states_before", 1) == {"bytes": 2 * 40 * 32 * 2}
+    assert profile.least_work(lstm, "products", 1) == {"flops": 2 * 40 * 32 * 4 * 32}
+    assert profile.least_work(trained, "products", 2) == {"flops": 4 * 2 * 40 * 32 * 4 * 32}
+
+
+def test_all_cuda_kernels_are_known():
+    folder = Path(kernels.__path__[0])
+    texts = (path.read_text() for path in folder.rglob("*") if path.suffix in (".cu", ".cuh", ".py"))
+    compiled = [name for text in texts for name in re.findall(r"__global__ void [^{;]*?(\w+)\(const ", text)]
+    assert len(compiled) == sum(path.read_text().count("__global__") for path in folder.rglob("*.cu*"))
+    assert set(compiled) == profile.COUNTED | profile.UNCOUNTED
+    assert not profile.COUNTED & profile.UNCOUNTED
+    for work in (Layer("mingru", 2, 48, 4, 8), Training("LSTM", 32, 2, 20)):
+        assert all(profile.least_work(work, kernel, 1) for kernel in profile.COUNTED)
+        assert not any(profile.least_work(work, kernel, 1) for kernel in profile.UNCOUNTED)
+
+
+def test_the_table_of_a_profile_tells_our_kernels_from_others():
+    row = {"launches_a_call": 1.0, "seconds_a_launch": 1e-6, "seconds_a_call": 1e-6, "share": 0.25}
+    names = ("biases", "CatArrayBatch")
+    content = {"contestant": "Ostinato", "workload": {"name": "gru"}, "pass": "forward", "seconds": 4e-6}
+    content |= {"kernels": [row | {"kernel": name} for name in names], "seconds_in_none": 2e-6}
+    grid = report.profile(content | {"limits": {"bytes_per_second": 1e12, "flops_per_second": 1e12}})
+    assert [cells[4] for cells in grid.rows] == ["not counted", "–", "–"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +108,7 @@ def test_a_profile_of_what_there_is_not(arguments, message, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cell", ["mingru", "lstm"])
 def test_a_profile_on_a_gpu(cell, tmp_path):
-    size = {"mingru": 64, "lstm": 256}[cell]  # products of fewer are a kernel of ours, whose flops nothing counts
+    size = {"mingru": 64, "lstm": 256}[cell]  # cuBLAS computes the products, of fewer a kernel of ours
     work = profile.workload(cell, batch=2, length=300, input_size=size, hidden_size=size, dtype="bfloat16")
     content = profile.profile(work, torch.device("cuda"), trace=tmp_path / "trace.json")
     rows = {row["kernel"]: row for row in content["kernels"]}

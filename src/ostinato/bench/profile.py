@@ -20,10 +20,25 @@ from ostinato.kernels.persistent.plan import NO_KERNEL
 from ostinato.minimal.recurrences import GATES
 
 PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|::mm$|addmm$|_linear_pointwise|mkldnn_convolution|convolution_backward$")
-PREPARE = "prepare"  # fills the buffer in which the blocks of a persistent kernel exchange states, or gates
-PROJECTED = "projected"  # product, gates and scan in one
-# A kernel that recurs is persistent, of either direction of time.
-OWN = re.compile(rf"^(scan|recur|{PROJECTED}|{PREPARE}|ostinato::.*)$")
+# Our CUDA kernels, by whether it is known here what they must do.
+COUNTED = frozenset(
+    {
+        "scan",
+        "projected",  # product, gates and scan in one
+        "prepare",  # fills the buffer in which the blocks of a persistent kernel exchange states, or gates
+        "recur",  # the persistent kernel, of either direction of time
+        "states_before",  # copies each step's state before it
+        "products",  # all of a small layer's products before its loop, or after that of its backward pass
+    }
+)
+UNCOUNTED = frozenset(
+    {
+        *("biases", "transpose"),  # whose sizes do not follow from the layer's
+        *("step", "projected_step"),  # one step, of a layer that is called step by step
+        *("steps", "link"),  # recurrences that are not linear, which are not profiled
+        *("compose", "pass_on"),  # shards of a sequence, which are not profiled
+    }
+)
 
 
 def profile(work: Layer | RecurrentLayer, device: torch.device, name: str = OURS, trace: Path | None = None) -> Record:
@@ -162,29 +177,40 @@ def _row(
     return row
 
 
+def is_ours(kernel: str) -> bool:
+    return kernel in COUNTED | UNCOUNTED or kernel.startswith("ostinato::")
+
+
 def least_work(work: Layer | RecurrentLayer, kernel: str, launches: int) -> dict[str, int]:
-    """The bytes that our kernel must move in a call, or the operations of a product; {} for other kernels."""
+    """The bytes that our kernel must move in a call, or the operations of a product; {} where that is not counted."""
     if isinstance(work, Layer):
         gates, states = GATES[work.cell], work.batch * work.length * work.channels
         if PRODUCT.search(kernel):  # for the gates; and in the backward pass one for the input, one for the weight
             return {"flops": launches * work.work("forward") * (2 if kernel.endswith("convolution_backward") else 1)}
-        if kernel == PROJECTED:
+        if kernel == "projected":
             inputs = work.batch * work.length * work.input_size
             moved = (inputs + states + gates * work.channels * work.input_size) * work.dtype.itemsize
             return {"bytes": moved, "flops": work.work("forward")}
     else:
         gates, states = work.gates, work.batch * work.length * work.hidden
+        product = 2 * states * gates * work.hidden
         if PRODUCT.search(kernel):
-            return {"flops": launches * 2 * states * gates * work.hidden}
+            return {"flops": launches * product}
+        if kernel == "products":  # forward that of the input; backward the gradients of it and of both weights
+            return {"flops": (1 if launches == 1 else 1 + 3) * product}
     # Forward reads pre-activations and writes states; backward reads both and a gradient, and writes gradients.
     forward, backward, trained = gates + 1, 2 * gates + 2, work.passes[-1] != "forward"
-    if kernel == PREPARE:
-        tensors = 1 + gates * trained
-    elif kernel.startswith("ostinato::"):
+    if kernel.startswith("ostinato::"):
         tensors = backward if kernel.endswith("_backward") else forward
-    else:
+    elif kernel == "prepare":
+        tensors = 1 + gates * trained
+    elif kernel == "states_before":
+        tensors = 2 * launches
+    elif kernel in COUNTED:
         tensors = forward + backward * trained
-    return {"bytes": tensors * states * work.dtype.itemsize} if OWN.match(kernel) else {}
+    else:
+        return {}
+    return {"bytes": tensors * states * work.dtype.itemsize}
 
 
 def workload(

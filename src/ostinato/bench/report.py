@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ostinato.bench.measure import Record
 from ostinato.bench.peers import NOT_INSTALLED, PLANNED
+from ostinato.bench.profile import is_ours
 from ostinato.bench.workloads import OURS, short_name
 
 UNITS = {"bytes": "B", "flops": "FLOP"}
@@ -200,7 +201,8 @@ def profile(content: Record, count: int = 12) -> Grid:
         work = {unit: shown for unit, shown in UNITS.items() if unit in row}
         done = ", ".join(scaled(row[unit], shown) for unit, shown in work.items())
         rate = ", ".join(scaled(row[f"{unit}_per_second"], f"{shown}/s") for unit, shown in work.items())
-        of_limit = [done, rate, f"{row['fraction_of_limit']:.2f}"] if work else ["–", "–", "–"]
+        no_work = ["not counted" if is_ours(row["kernel"]) else "–", "–", "–"]
+        of_limit = [done, rate, f"{row['fraction_of_limit']:.2f}"] if work else no_work
         rows.append([*cells, f"{row['share']:.1%}", *of_limit])
     if others := content["kernels"][count:]:
         launches, share = (sum(row[key] for row in others) for key in ("launches_a_call", "share"))
