@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.bench.learning import plots as learning_plots
-from ostinato.bench.plots import RATIOS
+from ostinato.bench.plots import FIGURES
 from ostinato.bench.shapes import KERNELS
 from ostinato.files import replacing
 from rendering import examples, gpus, kernels, learning, papers, plots, runs
@@ -41,7 +41,7 @@ PLOTS: dict[str, Callable[[Record], Any]] = {
     "tinyshakespeare-gpu": plots.curve_of,
     "scan-gpu": plots.comparison_of,
     "layer-gpu": plots.comparison_of,
-    **{f"{benchmark}-gpu": figure for benchmark, figure in RATIOS.items()},
+    **{f"{benchmark}-gpu": figure for benchmark, figure in FIGURES.items()},
 }
 
 

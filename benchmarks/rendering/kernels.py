@@ -3,6 +3,7 @@
 from ostinato.bench import report
 from ostinato.bench.peers import PLANNED
 from ostinato.bench.report import Grid, figures
+from ostinato.bench.shapes import KERNELS
 from ostinato.bench.workloads import OURS, short_name
 from rendering import runs
 from rendering.speeds import milliseconds, share
@@ -46,7 +47,7 @@ def ladder(name: str) -> str:
     }
     rows = []
     for record in runs.load(name)["results"]:
-        if not any(who in record["contestants"] for who in list(steps.values())[3:6]):
+        if not any(who in record["contestants"] for who in KERNELS):
             continue
         outcomes, row = record["contestants"], [short_name(record["workload"]["name"])]
         for who in steps.values():

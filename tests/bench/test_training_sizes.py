@@ -31,7 +31,7 @@ def test_a_sweep_of_training_is_drawn(tmp_path):
     content = json.loads(path.read_text())
     assert [record["workload"]["hidden"] for record in content["results"]] == [8, 16]
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    (panel, _) = plots.ratios_of(content).axes
+    (panel, _) = plots.speedup_maps(content).axes
     assert panel.get_title() == "GRU float16"
     ratios = [f"{report.speedup(record):.2g}" for record in content["results"]]
     assert [text.get_text() for text in panel.texts] == ratios
@@ -69,7 +69,7 @@ def test_layers_of_random_sizes_are_measured_and_drawn(monkeypatch, tmp_path):
     assert content["seed"] == 1
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     ratios = [report.speedup(record) for record in content["results"]]
-    axes, _ = plots.ratios_by_size(content).axes
+    axes, _ = plots.speedups_by_size(content).axes
     (points,) = (x for x in axes.collections if len(x.get_offsets()) == 2)
     assert points.get_offsets().tolist() == [[8, pytest.approx(ratios[0])], [16, pytest.approx(ratios[1])]]
     assert points.get_array().tolist() == [1, 3]

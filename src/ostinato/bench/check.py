@@ -26,8 +26,8 @@ class Check(Protocol):
     def errors(self, run: Run) -> Errors: ...
 
 
-def check_of(work: Workload, data: tuple[Tensor, ...]) -> "Check":
-    return RecurrentCheck(work, data) if isinstance(work, RecurrentLayer) else MinimalCheck(work, data)
+def check_of(work: Workload, data: tuple[Tensor, ...]) -> Check:
+    return RecurrentCheck(work, data) if isinstance(work, RecurrentLayer) else ChannelCheck(work, data)
 
 
 class RecurrentCheck:
@@ -61,7 +61,7 @@ class RecurrentCheck:
         return {name: result if kept is None else result[kept] for (name, kept), result in named}
 
 
-class MinimalCheck:
+class ChannelCheck:
     """Some channels of the last sequence, in float64 on the CPU, over the end of the time axis.
 
     Gradients are compared in the same window, outside of which the incoming gradient is zero.

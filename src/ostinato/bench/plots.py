@@ -18,7 +18,7 @@ LIMITS = ("-", "--", "-.", ":")  # of grey lines, so that two limits can be told
 
 def save(content: Record, path: Path) -> None:
     """Draw to an image file."""
-    figure = RATIOS.get(content.get("benchmark", ""), figure_of)(content)
+    figure = FIGURES.get(content.get("benchmark", ""), figure_of)(content)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)
 
@@ -67,7 +67,7 @@ def _coordinates(points: list[Record]) -> tuple[list[float], list[float]]:
     return [point["x"] for point in ordered], [point["value"] for point in ordered]
 
 
-def ratios_of(content: Record) -> Any:
+def speedup_maps(content: Record) -> Any:
     """``torch.nn``'s time over ours by hidden size and batch, one panel a cell and dtype; italic where torch's runs."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ def ratios_of(content: Record) -> Any:
     return figure
 
 
-def ratios_by_size(content: Record) -> Any:
+def speedups_by_size(content: Record) -> Any:
     """``torch.nn``'s time over ours of layers of any sizes, over the hidden size."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -134,4 +134,4 @@ def ratios_by_size(content: Record) -> Any:
     return figure
 
 
-RATIOS = {"training-sweep": ratios_of, "training-random": ratios_by_size}  # of what is drawn by ratios, by benchmark
+FIGURES = {"training-sweep": speedup_maps, "training-random": speedups_by_size}  # where it is not of lines

@@ -219,7 +219,7 @@ def _measure(
     from rich.live import Live
 
     from ostinato.bench import measure, report, runs
-    from ostinato.bench.plots import RATIOS
+    from ostinato.bench.plots import FIGURES
     from ostinato.bench.shapes import random_layers, workloads
     from ostinato.bench.workloads import short_name
     from ostinato.files import is_stream
@@ -227,7 +227,7 @@ def _measure(
     device, console = _device(device_name), _console()
     works = random_layers(device, *drawn, quick) if drawn else workloads(kind, device, quick, only)
     path = _path(json, kind, device)
-    plotted = kind in RATIOS
+    plotted = kind in FIGURES
     if plotted and path is not None:
         runs.plot_for(path)  # complains before anything is measured
     results: list[dict[str, Any]] = []
