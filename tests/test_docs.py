@@ -13,8 +13,9 @@ import typer
 import ostinato.distributed
 import ostinato.numpy
 import tables
+from ostinato.bench.grid import Grid
 from ostinato.bench.measure import measure
-from ostinato.bench.report import Grid, dashes, figures
+from ostinato.bench.report import dashes, figures
 from ostinato.bench.runs import environment, write_json
 from ostinato.bench.workloads import Training
 from ostinato.cli import app

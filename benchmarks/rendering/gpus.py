@@ -1,6 +1,6 @@
 """Several GPUs: what they were measured to do, and what an exchange among many is predicted to cost."""
 
-from ostinato.bench.report import Grid
+from ostinato.bench.grid import Grid
 from rendering import runs
 
 

@@ -3,7 +3,8 @@
 import statistics
 
 from ostinato.bench import report
-from ostinato.bench.report import Grid, figures
+from ostinato.bench.grid import WRONG, Grid
+from ostinato.bench.report import figures
 from ostinato.bench.workloads import OURS
 from rendering import runs
 from rendering.runs import Record
@@ -129,4 +130,4 @@ def spread(ratios: list[float]) -> str:
 
 
 def is_right(row: Record) -> bool:
-    return row["max_error"] is not None and row["max_error"] <= report.WRONG
+    return row["max_error"] is not None and row["max_error"] <= WRONG

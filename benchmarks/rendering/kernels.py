@@ -1,8 +1,9 @@
 """Where the time of a kernel goes, and what each of its optimisations is worth."""
 
 from ostinato.bench import report
+from ostinato.bench.grid import Grid
 from ostinato.bench.peers import PLANNED
-from ostinato.bench.report import Grid, figures
+from ostinato.bench.report import figures
 from ostinato.bench.shapes import KERNELS
 from ostinato.bench.workloads import OURS, short_name
 from rendering import runs

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ostinato.bench import capacity, papers, plots, report
-from ostinato.bench.report import Grid, figures, speedup
+from ostinato.bench.grid import Grid
+from ostinato.bench.report import figures, speedup
 from ostinato.bench.workloads import OURS
 from rendering import runs
 from rendering.runs import Record

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from ostinato.bench.grid import WRONG
 from ostinato.bench.plots import MARKERS
-from ostinato.bench.report import WRONG
 from ostinato.bench.workloads import OURS, short_name
 from rendering.runs import Record
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ostinato.bench.report import Grid
+from ostinato.bench.grid import Grid
 
 RESULTS = Path(__file__).parents[1] / "results"
 UNMEASURED = "Still to be measured.\n"  # in place of a table

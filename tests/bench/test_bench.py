@@ -11,6 +11,7 @@ from rich.console import Console
 
 from bench_runs import CPU, MINGRU, MINLSTM, SCAN, fail, run
 from ostinato.bench import calls, measure, papers, peers, report, runs, shapes
+from ostinato.bench.grid import Grid
 from ostinato.bench.peers.prepare import captured
 from ostinato.bench.workloads import OURS, Layer, Run, Scan, Unavailable
 from ostinato.cli.bench import app as bench_app
@@ -144,7 +145,7 @@ def test_a_table_is_divided_where_the_console_is_too_narrow(width, tables):
     rows = [["GRU 2304 B4", "dense", "**12.7 (5.5×)**", "–"], ["GRU 8192 B4", "block", "105 (31.2×)", "77.4 (23.1×)"]]
     console = Console(width=width)
     with console.capture() as shown:
-        console.print(report.Grid(head, rows))
+        console.print(Grid(head, rows))
     text = shown.get()
     assert max(map(len, text.splitlines())) <= width
     assert len(re.findall("─\\s*\n", text)) == tables

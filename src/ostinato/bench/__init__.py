@@ -13,7 +13,8 @@
 ``capacity``   the largest recurrent layers that fit on a chip
 ``profile``    the kernels of one layer against their limits
 ``runs``       JSON files, with their environment
-``report``     tables, for the console and the documentation
+``report``     the tables of each kind of run
+``grid``       a table, for the console and the documentation
 ``plots``      pictures
 ``learning``   what the layers learn
 =============  =================================================================================

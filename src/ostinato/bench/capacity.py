@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ostinato.bench.report import Grid
+from ostinato.bench.grid import Grid
 from ostinato.bench.workloads import name_of
 from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
 from ostinato.kernels.persistent.plan import GATES, Plan
