@@ -98,7 +98,7 @@ def headlines(device: str) -> str:
             cells[0] = milliseconds(limit)
         if others:
             seconds, who = min(others)
-            cells[1] = f"{figures(1e3 * seconds)}, {report.PEERS.get(who, who)}"
+            cells[1] = f"{figures(1e3 * seconds)}, {report.COLUMNS.get(who, who)}"
         if theirs:
             cells[2] = f"{figures(1e3 * min(theirs))} ({report.times(min(theirs) / ours)})"
         command = f"`ostinato bench {COMMANDS.get(kind, kind)}`"

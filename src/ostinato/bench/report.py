@@ -12,7 +12,7 @@ from ostinato.bench.profile import is_ours
 from ostinato.bench.workloads import OURS, short_name
 
 UNITS = {"bytes": "B", "flops": "FLOP"}
-PEERS = {  # of recurrent layers: columns by contestant
+COLUMNS = {  # of recurrent layers, by contestant
     "torch.nn": "torch.nn",
     "torch.nn in a CUDA graph": "in a CUDA graph",
     "Ostinato in a CUDA graph": "ours in a CUDA graph",
@@ -24,7 +24,7 @@ PEERS = {  # of recurrent layers: columns by contestant
     "Ostinato, sparse kernel": "sparse kernel",
     "Ostinato, block kernel": "block kernel",
 }
-OTHERS = "torch.nn", "torchrl", "flashrnn"  # of these: layers of other code, whose errors are their own
+WITH_ERRORS = "torch.nn", "torchrl", "flashrnn"  # of these: layers of other code, whose errors are their own
 
 
 def workload(records: list[Record]) -> Grid:
@@ -59,12 +59,12 @@ def workload(records: list[Record]) -> Grid:
 def recurrent_layers(records: list[Record], device_type: str, leave_out: Iterable[str] = ()) -> Grid:
     """Microseconds a step, and each peer's as a multiple of ours; one row a layer."""
     ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
-    columns = {who: column for who, column in PEERS.items() if who in ran and who not in leave_out}
+    columns = {who: column for who, column in COLUMNS.items() if who in ran and who not in leave_out}
     if device_type == "cuda" and "torch.nn" in columns:
         columns["torch.nn"] = "cuDNN"
     head = ["µs a step", "plan", OURS, "error"]
     for who, column in columns.items():
-        head += [column, "its error"] if who in OTHERS else [column]
+        head += [column, "its error"] if who in WITH_ERRORS else [column]
     rows = []
     for record in records:
         outcomes = record["contestants"]
@@ -79,7 +79,7 @@ def recurrent_layers(records: list[Record], device_type: str, leave_out: Iterabl
             found = outcomes.get(who, {})
             timed = "seconds" in found
             row.append(f"{step(found)} ({times(found['times_ostinato'])}){mark(found)}" if timed else "–")
-            if who in OTHERS:
+            if who in WITH_ERRORS:
                 row.append(f"{found['max_error']:.0e}" if timed else "–")
         best = speedup(record) if "torch.nn in a CUDA graph" in ran else None
         rows.append([*row, f"**{times(best)}**" if best else "–"])

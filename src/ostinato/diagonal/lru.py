@@ -101,7 +101,7 @@ class LRU(DiagonalLayers[tuple[Tensor, Tensor]]):
         least, largest = self.radius
         for suffix in (suffix for layer in range(self.num_layers) for suffix in self._parameter_suffixes(layer)):
             square = torch.rand(self.hidden_size, dtype=torch.float64) * (largest**2 - least**2) + least**2
-            square = square.clamp(1e-12, 1 - 1e-7)
+            square = square.clamp(1e-12, 1 - 1e-7)  # so that all logarithms are finite
             values = {
                 "log_nu": torch.log(-0.5 * torch.log(square)),
                 "log_theta": torch.log(self.max_phase * torch.rand(self.hidden_size, dtype=torch.float64) + 1e-9),

@@ -12,12 +12,13 @@ from ostinato.kernels.matmul.gemm import linear
 from ostinato.recurrence import recurrence
 from ostinato.states import Hidden
 
+DECAY_SCALE = 8  # the paper's c
 TINY = 1e-37  # too small to change any other number; added under a root, whose derivative at 0 is infinite
 
 
 @recurrence
 def rg_lru(x: Tensor, r: Tensor, i: Tensor, log_lambda: Tensor) -> tuple[Tensor, Tensor]:
-    log_a = -8 * torch.sigmoid(r) * F.softplus(log_lambda)
+    log_a = -DECAY_SCALE * torch.sigmoid(r) * F.softplus(log_lambda)
     return torch.exp(log_a), torch.sqrt(TINY - torch.expm1(2 * log_a)) * torch.sigmoid(i) * x
 
 
@@ -105,7 +106,7 @@ class RGLRU(DiagonalLayers[Tensor]):
                 nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
             elif name.startswith("bias"):
                 nn.init.zeros_(parameter)
-            else:  # softplus(log_lambda) = -log(decay) / 8
+            else:  # softplus(log_lambda) = -log(decay) / DECAY_SCALE
                 nn.init.uniform_(parameter, 0.9, 0.999)
                 with torch.no_grad():
-                    parameter.copy_(torch.log(torch.expm1(-torch.log(parameter.double()) / 8)))
+                    parameter.copy_(torch.log(torch.expm1(-torch.log(parameter.double()) / DECAY_SCALE)))

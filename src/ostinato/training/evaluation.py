@@ -8,18 +8,20 @@ from ostinato.models import LanguageModel, evaluating
 from ostinato.processes import Share
 from ostinato.text import streams
 
+MOST_STREAMS, SHORTEST_STREAM = 16, 256  # read in parallel; tokens of one, whose first are read from a zero state
+
 
 @torch.no_grad()
 def held_out(model: LanguageModel, tokens: Tensor, tokens_at_once: int = 1 << 14, share: Share | None = None) -> float:
     """Mean loss of ``model`` over a text, ``tokens`` (N,), in nats per token, without dropout.
 
-    The text is read as up to 16 parallel streams, each from end to end with its state carried along, and sharded over
-    processes by ``share``.  Raises ValueError if there are fewer than two tokens.
+    The text is read as up to MOST_STREAMS parallel streams, each from end to end with its state carried along, and
+    sharded over processes by ``share``.  Raises ValueError if there are fewer than two tokens.
     """
     if len(tokens) < 2:
         raise ValueError(f"tokens must be at least two; got {len(tokens)}")
     share = share or Share()
-    rows = min(16, max(len(tokens) // 256, 1))
+    rows = min(MOST_STREAMS, max(len(tokens) // SHORTEST_STREAM, 1))
     inputs, targets = streams(tokens, rows)
     counted, steps = targets.numel(), max(tokens_at_once // rows, 1)
     mine = share.rows(rows)

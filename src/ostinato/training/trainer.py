@@ -293,6 +293,8 @@ class Trainer:
         return [(inputs[some], targets[some]) for some in rows]
 
     def _draw_own_dropout(self) -> None:
+        """Have dropout draw other numbers than in other processes, and than at the beginning if it goes on later."""
+        # Primes, so that seeds, steps and ranks seldom add up to the same.
         torch.manual_seed((self.settings.seed * 1_000_003 + self.step * 8191 + self._rank) % (1 << 63))
 
     def _differentiate(self, inputs: Tensor, targets: Tensor) -> Tensor:

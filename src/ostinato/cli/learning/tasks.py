@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from ostinato.bench.learning.fit import Progress, Stage, TaskTrainer
 
+ADVANCED = 50  # steps between looks at a training
+TESTED = 5 * ADVANCED  # between tests of copying
+
 
 def copying(
     cells: Cells = "mingru,minlstm",
@@ -73,7 +76,7 @@ def copying(
 def _follow_copying(run: LearningRun, trainer: "TaskTrainer", row: dict[str, Any], length: int, sequences: int) -> None:
     """Train to the end; the curve of the `row` is tested on so many sequences of the full length."""
     for point in _trained(run, trainer, row["cell"]):
-        if trainer.stage_step % (5 * 50):
+        if trainer.stage_step % TESTED:  # 0, too, where a stage has ended
             continue
         accuracy = trainer.evaluate(length, sequences, seed=run.seed + 1)[length:].mean().item()
         row["curve"].append({**asdict(point), "accuracy": accuracy})
@@ -98,7 +101,7 @@ def _trained(run: LearningRun, trainer: "TaskTrainer", name: str) -> "Iterator[P
     with run.progress() as progress:
         bar = progress.add_task(name, total=1.0)
         while not trainer.finished:
-            point = trainer.advance(10 if run.quick else 50)
+            point = trainer.advance(10 if run.quick else ADVANCED)
             what = f"{name}  length {point.length:,}  loss {point.train_loss:.3f}"
             progress.update(bar, completed=trainer.progress, description=what)
             run.stop_if_interrupted()

@@ -174,6 +174,7 @@ def expm1(x):
     shifted, excess = _reduce(x)
     scale = _times_power_of_two(_ONE, shifted)
     whole = _times_power_of_two(_ONE + excess, shifted)
+    # A 1 is lost beside exp(20), and before exp(x) overflows `scale` does, whose product with a negative excess is NaN.
     return whole if x > _TWENTY else multiply_add(scale, excess, scale - _ONE)
 
 

@@ -82,20 +82,22 @@ def _clamp(x: Scalar, min: Operand | None = None, max: Operand | None = None) ->
     return x if max is None else minimum(x, max)
 
 
-def _leg(x: Scalar) -> Scalar:
-    """The root of 1 - x * x, precise where x is near 1."""
+def _cosine_of_asin(x: Scalar) -> Scalar:
+    """sqrt(1 - x * x), precise where x is near 1."""
     return sqrt((1.0 - x) * (1.0 + x))
 
 
 def _asinh(x: Scalar) -> Scalar:
+    """log(1 + x + x * x / (1 + sqrt(1 + x * x))) for positive x, in which no square overflows."""
     size = where(x < 0.0, -x, x)  # with a derivative at 0
     bounded, inverse = minimum(size, 1.0), reciprocal(maximum(size, 1.0))
-    share = bounded / (inverse + sqrt(inverse * inverse + bounded * bounded))
+    share = bounded / (inverse + sqrt(inverse * inverse + bounded * bounded))  # x / (1 + sqrt(1 + x * x))
     result = _log_of_sum(size, size * share)
     return where(x < 0.0, -result, result)
 
 
 def _acosh(x: Scalar) -> Scalar:
+    """log(x + sqrt(x * x - 1)), precise where x is near 1."""
     beyond = x - 1.0
     return _log_of_sum(beyond, sqrt(beyond) * sqrt(x + 1.0))
 
@@ -199,10 +201,11 @@ def _logaddexp(x: Scalar, y: Scalar) -> Scalar:
     return maximum(x, y) + log1p(exp(gap))
 
 
-_CUBIC = 0.044715
+_CUBIC = 0.044715  # the coefficient of GELU's approximation by tanh
 
 
 def _gelu_inner(x: Scalar) -> Scalar:
+    """What that takes tanh of."""
     return x * (1.0 + x * x * _CUBIC) * math.sqrt(2 / math.pi)
 
 
@@ -262,8 +265,8 @@ RULES: dict[str, Callable[..., Operand]] = {
     "logaddexp": _logaddexp,
     "tan": lambda x: sin(x) / cos(x),
     "atan": lambda x: atan2(x, 1.0),
-    "asin": lambda x: atan2(x, _leg(x)),
-    "acos": lambda x: atan2(_leg(x), x),
+    "asin": lambda x: atan2(x, _cosine_of_asin(x)),
+    "acos": lambda x: atan2(_cosine_of_asin(x), x),
     "sinh": lambda x: (expm1(x) - expm1(-x)) * 0.5,
     "cosh": lambda x: (exp(x) + exp(-x)) * 0.5,
     "asinh": _asinh,
