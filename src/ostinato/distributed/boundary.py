@@ -147,13 +147,13 @@ class Boundary:
         return self.reduce(self.head, compose, LINEAR, not steps.reverse)
 
     def reduce(
-        self, steps: slice, compose: Callable[[slice], tuple[Tensor, Tensor]], ring: Semiring, reverse: bool
+        self, span: slice, compose: Callable[[slice], tuple[Tensor, Tensor]], ring: Semiring, reverse: bool
     ) -> tuple[Tensor, Tensor]:
-        """P and L of steps, chunk by chunk to bound the temporary memory."""
-        begins = range(steps.start, steps.stop, self.steps.largest_chunk)
+        """P and L of some of the steps, chunk by chunk to bound the temporary memory."""
+        begins = range(span.start, span.stop, self.steps.largest_chunk)
         P = L = None
         for begin in reversed(begins) if reverse else begins:
-            chunk = slice(begin, min(begin + self.steps.largest_chunk, steps.stop))
+            chunk = slice(begin, min(begin + self.steps.largest_chunk, span.stop))
             next_P, next_L = (self.widened(x) for x in compose(chunk))
             if P is None or L is None:
                 P, L = next_P, next_L
@@ -164,9 +164,9 @@ class Boundary:
             return self.widened(none + ring.one), self.widened(none + ring.zero)
         return P, L
 
-    def resets_in(self, steps: slice) -> tuple[Tensor, ...]:
-        """(B, 1): whether any of the steps is reset; empty without resets."""
-        return () if self.steps.resets is None else (self.steps.resets[:, steps].any(1, keepdim=True),)
+    def resets_in(self, span: slice) -> tuple[Tensor, ...]:
+        """(B, 1): whether any of these steps is reset; empty without resets."""
+        return () if self.steps.resets is None else (self.steps.resets[:, span].any(1, keepdim=True),)
 
     def widened(self, x: Tensor) -> Tensor:
         """In float64 if possible: rounding of products near 1 is biased, and these tensors are small."""

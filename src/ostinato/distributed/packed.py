@@ -14,8 +14,8 @@ from ostinato.distributed.steps import Steps
 from ostinato.kernels.scan.operators import check_cu_seqlens
 
 
-class Part(NamedTuple):
-    """The steps of a shard that belong to the sequence entering it and to the one leaving it, in scan order."""
+class Crossing(NamedTuple):
+    """The sequences that enter and leave a shard, and which of its steps are theirs, in scan order."""
 
     head: slice = slice(0, 0)  # the entering sequence's steps
     tail: slice = slice(0, 0)  # the leaving sequence's
@@ -26,8 +26,8 @@ class Part(NamedTuple):
     ended: slice = slice(0, 0)  # the sequences whose last step is in this shard
 
     @classmethod
-    def between(cls, low: int, high: int, bounds: list[int], reverse: bool) -> "Part":
-        """The shard of the steps from ``low`` to ``high``; an empty one acts as the identity."""
+    def between(cls, low: int, high: int, bounds: list[int], reverse: bool) -> "Crossing":
+        """Those of the shard of the steps from ``low`` to ``high``; an empty one acts as the identity."""
         inside = [n for n, (begin, end) in enumerate(pairwise(bounds)) if max(begin, low) < min(end, high)]
         if not inside:
             return cls()
@@ -53,15 +53,15 @@ class PackedBoundary(Boundary):
         check_cu_seqlens(cu_seqlens, ends[-1])
         bounds = cu_seqlens.tolist()
         self.sequences = len(bounds) - 1
-        self.parts = [Part.between(low, high, bounds, steps.reverse) for low, high in pairwise(ends)]
-        self.part = part = self.parts[self.rank]
-        self.head, self.tail = part.head if part.continues else slice(0, 0), part.tail
+        self.crossings = [Crossing.between(low, high, bounds, steps.reverse) for low, high in pairwise(ends)]
+        self.own = own = self.crossings[self.rank]
+        self.head, self.tail = own.head if own.continues else slice(0, 0), own.tail
         low, high = ends[self.rank], ends[self.rank + 1]
         steps.cu_seqlens = cu_seqlens.clamp(low, high) - low
         self.empty = cu_seqlens.diff()[:, None] == 0
-        self.ended = self.rows(part.ended) & ~self.empty
-        self.enters = self.rows(part.entering if part.continues and steps.length else slice(0))
-        self.leaves = self.rows(part.leaving if steps.length else slice(0))
+        self.ended = self.rows(own.ended) & ~self.empty
+        self.enters = self.rows(own.entering if own.continues and steps.length else slice(0))
+        self.leaves = self.rows(own.leaving if steps.length else slice(0))
 
     def rows(self, sequences: int | slice) -> Tensor:
         """A mask (N, 1) of these sequences."""
@@ -69,9 +69,9 @@ class PackedBoundary(Boundary):
         chosen[sequences] = True
         return chosen.to(self.steps.device)
 
-    def each(self, what: Callable[[Part], bool]) -> Tensor:
+    def each(self, what: Callable[[Crossing], bool]) -> Tensor:
         """A predicate of each process's shard, (R, 1)."""
-        return torch.tensor([[what(part)] for part in self.parts], device=self.steps.device)
+        return torch.tensor([[what(crossing)] for crossing in self.crossings], device=self.steps.device)
 
     def forward(self, h0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         initial = self.initial_state(h0)
@@ -111,9 +111,9 @@ class PackedBoundary(Boundary):
 
     def begun(self, P: Tensor, L: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
         """P and L; L starts from the initial state where the leaving sequence begins in this shard."""
-        part = self.part
-        begins = torch.tensor(not (part.continues and part.entering == part.leaving), device=P.device)
-        start = initial[part.leaving][None].to(P.dtype)
+        own = self.own
+        begins = torch.tensor(not (own.continues and own.entering == own.leaving), device=P.device)
+        start = initial[own.leaving][None].to(P.dtype)
         _, after = self.steps.scan(P[:, None], L[:, None], start)  # whose derivatives are finite where P is zero
         return P, torch.where(begins, after, L)
 
@@ -122,15 +122,15 @@ class PackedBoundary(Boundary):
 
     def enter_backward(self, grad_last: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         """As without packing, but a sequence that ends in a shard gets the gradient of its last state there."""
-        ends = self.each(lambda part: part.continues and not part.through)[..., None]
-        at_end = grad_last.to(P.dtype)[[part.entering for part in self.parts]][:, None]
+        ends = self.each(lambda crossing: crossing.continues and not crossing.through)[..., None]
+        at_end = grad_last.to(P.dtype)[[crossing.entering for crossing in self.crossings]][:, None]
         L = L + torch.where(ends & ~resets[0] if resets else ends, P * at_end, 0.0)
-        L = torch.where(self.each(lambda part: part.continues)[..., None], L, 0.0)
+        L = torch.where(self.each(lambda crossing: crossing.continues)[..., None], L, 0.0)
         return super().enter_backward(torch.zeros_like(P[0]), P, L, *resets)
 
     def can_pass_on(self, resets: tuple[Tensor, ...]) -> bool:
         return False
 
     def forgotten(self, resets: tuple[Tensor, ...]) -> Tensor:
-        ends = self.each(lambda part: not part.through)
+        ends = self.each(lambda crossing: not crossing.through)
         return (resets[0][..., 0].bool() | ends if resets else ends).T.contiguous()

@@ -15,7 +15,7 @@ MOST_STREAMS, SHORTEST_STREAM = 16, 256  # read in parallel; tokens of one, whos
 def held_out(model: LanguageModel, tokens: Tensor, tokens_at_once: int = 1 << 14, share: Share | None = None) -> float:
     """Mean loss of ``model`` over a text, ``tokens`` (N,), in nats per token, without dropout.
 
-    The text is read as up to MOST_STREAMS parallel streams, each from end to end with its state carried along, and
+    The text is read as up to 16 parallel streams, each from end to end with its state carried along, and
     sharded over processes by ``share``.  Raises ValueError if there are fewer than two tokens.
     """
     if len(tokens) < 2:
