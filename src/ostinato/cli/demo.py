@@ -40,7 +40,7 @@ def _train_and_write(console: "Console", device: "torch.device", seconds: float,
     import torch
 
     from ostinato.cli.progress import show_progress
-    from ostinato.cli.train import Run
+    from ostinato.cli.run import Run
     from ostinato.models import LanguageModel
     from ostinato.text import Vocabulary, standard_library
     from ostinato.training import Trainer, TrainingSettings

@@ -2,7 +2,7 @@
 
 import os
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,13 +13,13 @@ from typer import Option
 from ostinato.cli.console import plain_console
 from ostinato.cli.corpus import digest_of, place_of_text, read_text
 from ostinato.cli.progress import bits, train_or_save
+from ostinato.cli.run import Run
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
     from ostinato.models import LanguageModel
-    from ostinato.text import Corpus, Vocabulary
     from ostinato.training import Point, Trainer, TrainingSettings
 
 CELLS = (  # those of ostinato.models, which is too slow to import for a help text
@@ -119,7 +119,7 @@ def train(
 
 
 def _train(
-    run: "Run", console: "Console", output: Path, resume: Path | None, overwrite: bool, curve: Path | None
+    run: Run, console: "Console", output: Path, resume: Path | None, overwrite: bool, curve: Path | None
 ) -> None:
     """Train to the end; of several processes the first prints and writes."""
     from ostinato.files import check_file, check_folder, is_stream, locked
@@ -172,64 +172,6 @@ def _check_apart(curve: Path, text: Path | None, checkpoints: tuple[Path | None,
         raise ValueError(f"curve must be another file than the checkpoints, which it would replace; got {curve}")
     if source and (target == source or (source.is_dir() and target.is_relative_to(source))):
         raise ValueError(f"curve must be outside the text, {text}, or --resume would find another text; got {curve}")
-
-
-@dataclass
-class Run:
-    """A training and its text."""
-
-    trainer: "Trainer"
-    vocabulary: "Vocabulary"
-    corpus: "Corpus"
-    text: Path | None
-
-    def summary(self) -> str:
-        """Text, model and training, each in a line."""
-        from ostinato.bench.runs import device_name
-
-        trainer, corpus = self.trainer, self.corpus
-        model, settings = trainer.model.settings, trainer.settings
-        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-        skipped = f" ({corpus.skipped} files that are not UTF-8 left out)" if corpus.skipped else ""
-        limit = (
-            f"{settings.seconds:g} seconds"
-            if settings.seconds
-            else f"{settings.steps:,} step{'s' * (settings.steps > 1)}"
-        )
-        layers = f"{model['num_layers']} {model['cell']} layer{'s' * (model['num_layers'] > 1)}"
-        return (
-            f"Text:      {corpus.source}{skipped}, {len(corpus.text):,} characters, {len(self.vocabulary)} different\n"
-            f"Model:     {layers}, width {model['width']}, {parameters:,} parameters\n"
-            f"Training:  {limit}, {settings.batch_size} x {settings.chunk_length} characters a step, in "
-            f"{trainer.precision} on {trainer.spread}{device_name(trainer.device)}"
-        )
-
-    def save(self, path: Path, weights_only: bool = False) -> None:
-        from ostinato.checkpoint import Checkpoint, save_checkpoint
-
-        state, tensors = self.trainer.state()
-        training = {"text": self.text and str(self.text), "digest": digest_of(self.corpus), "trainer": state}
-        save_checkpoint(
-            path, Checkpoint(self.trainer.model, self.vocabulary, training, {} if weights_only else tensors)
-        )
-
-    def write_curve(self, path: Path) -> None:
-        """The loss curve and what it is the curve of, as JSON."""
-        from ostinato.bench.runs import environment, write_json
-
-        trainer = self.trainer
-        write_json(
-            path,
-            {
-                "environment": environment(trainer.device),
-                "text": self.text.name if self.text else self.corpus.source,
-                "precision": trainer.precision,
-                "model": trainer.model.settings,
-                "training": asdict(trainer.settings),
-                "unit": "nats per character",
-                "curve": [asdict(point) for point in trainer.curve],
-            },
-        )
 
 
 def _start(context: typer.Context, text: Path | None, machine: dict[str, Any]) -> Run:
