@@ -196,7 +196,7 @@ def sigmoids(x):
 
 
 @inline
-def tanh_slope(x):
+def tanh_and_slope(x):
     """tanh(x) and its derivative."""
     one = cast(1.0, x)
     e, less = exp_expm1(-abs(x + x))
@@ -215,7 +215,7 @@ _LOG10_INVERSE = np.float32(1 / math.log(10))
 
 
 @or_in_float64(lambda x: math.log1p(x))
-def log1p(x):
+def log1p_fraction(x):
     """log(1 + x), for 0 <= x <= 1."""
     s = x / (x + _TWO)
     u = s * s
@@ -282,7 +282,7 @@ def log10(x):
 
 
 @or_in_float64(lambda x: math.log1p(x))
-def log1p_general(x):
+def log1p(x):
     """log(1 + x), for any x."""
     y = _ONE + x
     lost = (x - (y - _ONE)) / y if (y > 0) & (y < _INFINITY) else np.float32(0)

@@ -21,7 +21,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ostinato.kernels.cpu.compiler import compiled_loop, inline
-from ostinato.kernels.cpu.elementary import cast, exp, log1p, multiply_add, sigmoids
+from ostinato.kernels.cpu.elementary import cast, exp, log1p_fraction, multiply_add, sigmoids
 from ostinato.kernels.cpu.intrinsics import LINE, integers, pointer_to, restricted, structure_at, take_task
 
 
@@ -126,7 +126,7 @@ def _log_larger(j, arrays):
 def _log_excess(j, arrays):
     """What the smaller adds to the larger, at most log 2."""
     out, at_out = arrays[6:]
-    store(out, at_out + j, log1p(exp(load(out, at_out + j, "out"))), "out")
+    store(out, at_out + j, log1p_fraction(exp(load(out, at_out + j, "out"))), "out")
 
 
 @inline

@@ -5,7 +5,7 @@ They are functions apart: of one for all, Numba would compile every branch, and 
 """
 
 from ostinato.kernels.cpu.compiler import inline
-from ostinato.kernels.cpu.elementary import cast, multiply_add, sigmoids, tanh_slope
+from ostinato.kernels.cpu.elementary import cast, multiply_add, sigmoids, tanh_and_slope
 from ostinato.kernels.cpu.intrinsics import restricted
 
 load, store = restricted(
@@ -19,7 +19,7 @@ load, store = restricted(
 
 @inline
 def _tanh(x):
-    return tanh_slope(x)[0]
+    return tanh_and_slope(x)[0]
 
 
 @inline
@@ -113,7 +113,7 @@ def _gru_backward_unit(j, pitch, inputs, outputs):
     q = load(candidate, at_row + j, "q")
     r, not_r = sigmoids(load(pre, at_pre + j, "p0"))
     z, not_z = sigmoids(load(pre, at_pre + pitch + j, "p1"))
-    n, slope = tanh_slope(multiply_add(r, q, load(pre, at_pre + 2 * pitch + j, "p2")))
+    n, slope = tanh_and_slope(multiply_add(r, q, load(pre, at_pre + 2 * pitch + j, "p2")))
     d_n = d * not_z * slope
     store(grads, at + j, d_n * r, "g0")
     store(grads, at + pitch + j, d_n * q * (r * not_r), "g1")
@@ -130,9 +130,9 @@ def _lstm_backward_unit(j, pitch, inputs, outputs):
     x0 = load(pre, at_pre + j, "p0")
     i, not_i = sigmoids(x0)
     f, not_f = sigmoids(load(pre, at_pre + pitch + j, "p1"))
-    g, slope_g = tanh_slope(load(pre, at_pre + 2 * pitch + j, "p2"))
+    g, slope_g = tanh_and_slope(load(pre, at_pre + 2 * pitch + j, "p2"))
     o, not_o = sigmoids(load(pre, at_pre + 3 * pitch + j, "p3"))
-    tanh_c, slope_c = tanh_slope(load(cells, at_row + j, "c"))
+    tanh_c, slope_c = tanh_and_slope(load(cells, at_row + j, "c"))
     d_c = multiply_add(d * o, slope_c, load(dc, at_dc + j, "dc"))
     store(grads, at + j, d_c * g * (i * not_i), "g0")
     store(grads, at + pitch + j, d_c * load(before, at_before + j, "before") * (f * not_f), "g1")

@@ -24,7 +24,7 @@ _FORMS = {
     "log": "log({})",
     "log2": "log2({})",
     "log10": "log10({})",
-    "log1p": "log1p_general({})",
+    "log1p": "log1p({})",
     "sqrt": "math.sqrt({})",
     "rsqrt": "one / math.sqrt({})",
     "reciprocal": "one / {}",
@@ -33,8 +33,8 @@ _FORMS = {
     "atan2": "np.arctan2({}, {})",
     "hypot": "np.hypot({}, {})",
     "erf": "cast(math.erf({0}), {0})",
-    "tanh": "tanh_slope({})[0]",
-    "tanh_slope": "tanh_slope({})[1]",
+    "tanh": "tanh_and_slope({})[0]",
+    "tanh_slope": "tanh_and_slope({})[1]",
     "sigmoid": "sigmoids({})[0]",
     "pow": "cast(math.pow({0}, {1}), {0})",
     "minimum": "minimum({}, {})",
@@ -90,7 +90,7 @@ def _expression(graph: Graph, node: Node, names: list[str], uses: list[int], inp
     if node.name == "log1p" and inner.name == "exp" and graph.nodes[inner.operands[0]].name == "neg":
         exponent = graph.nodes[inner.operands[0]]
         if graph.nodes[exponent.operands[0]].name == "abs":
-            return f"log1p({operands[0]})"
+            return f"log1p_fraction({operands[0]})"
     return _FORMS[node.name].format(*operands)
 
 
