@@ -118,6 +118,17 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
     except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: expected a checkpoint's settings and vocabulary; {error}") from None
     weights, training_tensors = _with_prefix(tensors, "model."), _with_prefix(tensors, "training.")
+    _check_weights(path, model, weights)
+    if len(vocabulary) != settings["vocab_size"]:
+        raise ValueError(f"{path}: expected a vocabulary of {settings['vocab_size']} characters; got {len(vocabulary)}")
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(weights[name].dtype)
+    model.to_empty(device="cpu").load_state_dict(weights)
+    return Checkpoint(model, vocabulary, training, training_tensors)
+
+
+def _check_weights(path: Path | str, model: LanguageModel, weights: dict[str, Tensor]) -> None:
+    """Raise ValueError unless the weights are the model's, in any floating dtype, with masks of any of them."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     masks = {name: name.replace(".mask_", ".weight_") for name in weights if ".mask_" in name}
     expected |= {name: expected[weight] for name, weight in masks.items() if weight in expected}
@@ -125,18 +136,12 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
         found = tuple(weights[name].shape) if name in weights else None
         if found != expected.get(name):
             raise ValueError(
-                f"{path}: expected the weights of a model with {settings}; "
+                f"{path}: expected the weights of a model with {model.settings}; "
                 f"{name} should be {expected.get(name, 'absent')} and is {found or 'absent'}"
             )
         dtype, kind = weights[name].dtype, "bool" if name in masks else "floating-point"
         if not (dtype == torch.bool if name in masks else dtype.is_floating_point):
             raise ValueError(f"{path}: expected {name} to be {kind}; got {dtype}")
-    if len(vocabulary) != settings["vocab_size"]:
-        raise ValueError(f"{path}: expected a vocabulary of {settings['vocab_size']} characters; got {len(vocabulary)}")
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(weights[name].dtype)
-    model.to_empty(device="cpu").load_state_dict(weights)
-    return Checkpoint(model, vocabulary, training, training_tensors)
 
 
 def _without_memory(settings: dict[str, Any], tensors: int) -> LanguageModel:

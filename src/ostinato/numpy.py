@@ -26,6 +26,7 @@ __all__ = ["CUDA_AVAILABLE", "MinGRUCell", "MinGRUCellCUDA", "MinLSTMCell", "Min
 CUDA_AVAILABLE: bool
 
 Array = NDArray[Any]
+_own_dtype = torch._C._DisableAutocast  # around what computes: an autocast of the caller's would change the dtype
 
 
 def __getattr__(name: str) -> Any:
@@ -230,9 +231,6 @@ class _CellCUDA(_Cell):
 
     def _to_device(self, array: Array) -> Tensor:
         return _tensor(array).pin_memory().to(self._device, non_blocking=True)
-
-
-_own_dtype = torch._C._DisableAutocast  # around what computes: an autocast of the caller's would change the dtype
 
 
 def _tensor(array: Array) -> Tensor:

@@ -247,15 +247,7 @@ class Trainer:
         self._loss_sum.copy_(tensors["loss_sum"])
         if self._rank > 0:  # the sum of all processes' sums
             self._loss_sum.zero_()
-        optimizer, parameters = self.optimizer.state_dict(), self._parameters()
-        for name in expected:
-            if name.startswith("optimizer."):
-                _, number, key = name.split(".")
-                like = parameters[int(number)]
-                value = tensors[name].clone()  # which the optimiser changes in place
-                value = value if key == "step" else shard_like(value, like)
-                optimizer["state"].setdefault(int(number), {})[key] = value
-        self.optimizer.load_state_dict(optimizer)
+        self._restore_optimizer({name: tensors[name] for name in expected if name.startswith("optimizer.")})
         if same_device:
             self.generator.set_state(tensors["windows"])
         else:
@@ -264,6 +256,16 @@ class Trainer:
             self._set_dropout_state(tensors[_dropout_name(self._rank)])
         elif self._rank > 0:
             self._draw_own_dropout()
+
+    def _restore_optimizer(self, tensors: dict[str, Tensor]) -> None:
+        """Load the optimiser's state from whole tensors by name, "optimizer.NUMBER.KEY"."""
+        state, parameters = self.optimizer.state_dict(), self._parameters()
+        for name, tensor in tensors.items():
+            _, number, key = name.split(".")
+            value = tensor.clone()  # which the optimiser changes in place
+            value = value if key == "step" else shard_like(value, parameters[int(number)])
+            state["state"].setdefault(int(number), {})[key] = value
+        self.optimizer.load_state_dict(state)
 
     def _state_layout(self, tensors: dict[str, Tensor], same_device: bool) -> dict[str, str]:
         """Shape and dtype of each tensor that :meth:`restore` needs, for this model at this step."""
