@@ -30,8 +30,8 @@ class DiagonalLayers(StackedLayers[State]):
         """The outputs and last states of one layer in one direction, from its parameters `p`, by name, and its input.
 
         ``run(recurrence, *arguments)`` calls the recurrence, time and batch laid out as in `x`, and returns the states
-        and the last ones; its sequences may be one argument, side by side, and its parameters another.  A recurrence
-        of two states in a layer of one starts both from it.
+        and the last ones.  All sequences may come concatenated in one argument, and all parameters in another.  A
+        recurrence of two states in a layer of one starts both from it.
         """
         raise NotImplementedError
 
@@ -106,14 +106,16 @@ class DiagonalLayers(StackedLayers[State]):
     def _run_recurrence(
         self, options: dict[str, Any], batch_first: bool, function: Recurrence, *arguments: Tensor
     ) -> tuple[Any, Any]:
+        """The ``run`` of :meth:`_run_cell` over time."""
         h0 = options["h0"]
         if function.states == 2 and isinstance(h0, Tensor):
             options = {**options, "h0": (h0, h0)}
-        run: Run = function.of_layer if len(arguments) < len(function.names) else function
+        are_concatenated = len(arguments) < len(function.names)
+        run: Run = function.of_layer if are_concatenated else function
         if self.sequence_group is not None:
             from ostinato import distributed
 
-            if len(arguments) < len(function.names):
+            if are_concatenated:
                 arguments = function.apart(*arguments)
             run = functools.partial(distributed.run_recurrence, function, group=self.sequence_group())
         if batch_first:
@@ -124,6 +126,7 @@ class DiagonalLayers(StackedLayers[State]):
 
 
 def _run_step(states: list[Tensor], function: Recurrence, *arguments: Tensor) -> tuple[Any, Any]:
+    """The ``run`` of :meth:`DiagonalLayers._run_cell` of one step."""
     if len(arguments) < len(function.names):
         arguments = function.apart(*arguments)
     if function.states == 2 and len(states) == 1:

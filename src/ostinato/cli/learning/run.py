@@ -1,4 +1,4 @@
-"""One learning run: its file, which is written again as the run grows, its plot, and Ctrl-C."""
+"""A run of ``ostinato bench learning``, and the options that its commands share."""
 
 from collections.abc import Callable
 from pathlib import Path
