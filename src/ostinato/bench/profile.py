@@ -75,9 +75,12 @@ def profile(work: Layer | RecurrentLayer, device: torch.device, name: str = OURS
         with replacing(trace) as temporary:
             profiler.export_chrome_trace(str(temporary))
     limits = measure_limits(device, work.dtype)
-    own = name == OURS and run.plan.get("path") != NO_KERNEL
-    kernels = [_row(work, own, *times, calls, wall, limits) for times in _times(profiler, device.type)]
+    kernels = [_timed(*times, calls, wall) for times in _times(profiler, device.type)]
     kernels.sort(key=lambda row: -row["seconds_a_call"])
+    if name == OURS and run.plan.get("path") != NO_KERNEL:
+        for row in kernels:
+            least = least_work(work, row["kernel"], int(row["launches_a_call"]))
+            row |= _rated(least, row["seconds_a_call"], limits)
     return {
         "workload": {"kind": work.kind, "name": str(work)},
         "pass": work.passes[-1],
@@ -153,28 +156,22 @@ def _times(profiler: Any, device_type: str) -> Iterator[tuple[str, int, float]]:
         yield name, len(seconds), sum(seconds)
 
 
-def _row(
-    work: Layer | RecurrentLayer,
-    own: bool,
-    name: str,
-    launches: int,
-    seconds: float,
-    calls: int,
-    wall: float,
-    limits: dict[str, float],
-) -> Record:
-    row: Record = {
+def _timed(name: str, launches: int, seconds: float, calls: int, wall: float) -> Record:
+    return {
         "kernel": name,
         "launches_a_call": launches / calls,
         "seconds_a_launch": seconds / launches,
         "seconds_a_call": seconds / calls,
         "share": seconds / calls / wall,
     }
-    row |= least_work(work, name, launches // calls) if own else {}
-    rates = {f"{unit}_per_second": row[unit] / row["seconds_a_call"] for unit in ("bytes", "flops") if unit in row}
-    if rates:
-        row |= rates | {"fraction_of_limit": max(rate / limits[unit] for unit, rate in rates.items())}
-    return row
+
+
+def _rated(work: dict[str, int], seconds: float, limits: dict[str, float]) -> Record:
+    """The work, its rates, and the largest part of its limit that one of them is; {} for no work."""
+    if not work:
+        return {}
+    rates = {f"{unit}_per_second": amount / seconds for unit, amount in work.items()}
+    return {**work, **rates, "fraction_of_limit": max(rate / limits[unit] for unit, rate in rates.items())}
 
 
 def is_ours(kernel: str) -> bool:
