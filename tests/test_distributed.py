@@ -36,7 +36,7 @@ def leaf(x):
 
 
 def compare(name, lengths, options, with_h0, order=1):
-    """The largest difference of results and derivatives from one process's, if they are large relative to them."""
+    """The largest difference of results and derivatives from one process's, relative to those that are large."""
     rank, size, total = distributed.get_rank(), distributed.get_world_size(), sum(lengths)
     cu_seqlens = options.get("cu_seqlens")
     batch = 2 if cu_seqlens is None else 1
@@ -160,7 +160,7 @@ def compare_of(whole, lengths, reverse, resets=None):
 
 @contextmanager
 def small(first_reach, longest_reach=0.5):
-    """As if parts were long: the steps within which each was found to forget what enters it."""
+    """As if shards were long: the steps within which each was found to forget what enters it."""
     found = []
     find = boundary.Boundary.find_reach
     with pytest.MonkeyPatch.context() as patch:
