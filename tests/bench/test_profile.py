@@ -4,6 +4,7 @@ import functools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,19 @@ def test_the_products_of_a_training_step_are_three():
     assert profile.least_work(trained, "states_before", 1) == {"bytes": 2 * 40 * 32 * 2}
     assert profile.least_work(lstm, "products", 1) == {"flops": 2 * 40 * 32 * 4 * 32}
     assert profile.least_work(trained, "products", 2) == {"flops": 4 * 2 * 40 * 32 * 4 * 32}
+
+
+def test_the_time_of_a_product_is_that_of_the_operator_that_computes_it():
+    times = {
+        "convolution_backward": (2, 10.0),
+        "_slow_conv2d_backward": (2, 90.0),
+        "thnn_conv2d": (1, 5.0),
+        "add": (1, 0.0),
+    }
+    rows = [SimpleNamespace(key=f"aten::{name}", count=n, self_cpu_time_total=t) for name, (n, t) in times.items()]
+    found = list(profile._times(SimpleNamespace(key_averages=lambda: rows), "cpu"))
+    assert found == [("aten::convolution_backward", 2, pytest.approx(1e-4)), ("aten::thnn_conv2d", 1, 5e-6)]
+    assert all(profile.PRODUCT.search(name) for name, *_ in found)
 
 
 def test_all_cuda_kernels_are_known():

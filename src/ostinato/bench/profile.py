@@ -19,7 +19,14 @@ from ostinato.files import replacing
 from ostinato.kernels.persistent.plan import NO_KERNEL
 from ostinato.minimal.recurrences import GATES
 
-PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|::mm$|addmm$|_linear_pointwise|mkldnn_convolution|convolution_backward$")
+PRODUCT = re.compile(
+    r"gemm|cutlass|nvjet|xmma|::mm$|addmm$|_linear_pointwise|mkldnn_convolution|thnn_conv2d$|convolution_backward$"
+)
+# PyTorch's operators on CPUs that do the work of another, which calls them where it does not leave it to oneDNN.
+WORKERS = {
+    "aten::_slow_conv2d_forward": "aten::thnn_conv2d",
+    "aten::_slow_conv2d_backward": "aten::convolution_backward",
+}
 # Our CUDA kernels, by whether it is known here what they must do.
 COUNTED = frozenset(
     {
@@ -144,9 +151,11 @@ def _own_kernels_named() -> Iterator[None]:
 def _times(profiler: Any, device_type: str) -> Iterator[tuple[str, int, float]]:
     """The name, launches and total seconds of each kernel, or operator on the CPU."""
     if device_type == "cpu":
-        for row in profiler.key_averages():
-            if row.self_cpu_time_total > 0:
-                yield row.key, row.count, row.self_cpu_time_total / 1e6
+        rows = {row.key: [row.count, row.self_cpu_time_total / 1e6] for row in profiler.key_averages()}
+        for worker, caller in WORKERS.items():
+            if worker in rows and caller in rows:
+                rows[caller][1] += rows.pop(worker)[1]
+        yield from ((name, launches, total) for name, (launches, total) in rows.items() if total > 0)
         return
     found: dict[str, list[float]] = {}
     for event in profiler.events():
