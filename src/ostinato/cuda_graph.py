@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 Pool = Any  # PyTorch's handle of the memory of graphs
@@ -45,8 +46,8 @@ def captured(device: torch.device, pool: Pool) -> Iterator[torch.cuda.CUDAGraph]
     """
     graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device)
     with _one_capture, _without_garbage_collection(), torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 yield graph
             finally:
@@ -54,6 +55,18 @@ def captured(device: torch.device, pool: Pool) -> Iterator[torch.cuda.CUDAGraph]
         except Exception:
             _leave_capture(pool)
             raise
+
+
+def bytes_of(pool: Pool, result: Tensor) -> int:
+    """The memory that graphs of this pool keep, given a result of the last one.
+
+    Raises RuntimeError if the result is not in the pool, but where PyTorch gives its memory to others: it is elsewhere
+    under ``torch.cuda.use_mem_pool``, and allocators other than PyTorch's own have no such pools.
+    """
+    segments, address = torch.cuda.memory_snapshot(pool), result.data_ptr()
+    if not any(0 <= address - segment["address"] < segment["total_size"] for segment in segments):
+        raise RuntimeError("the memory of a captured graph is not its own")
+    return sum(segment["total_size"] for segment in segments)
 
 
 _one_capture = threading.Lock()  # at a time, as all have one stream

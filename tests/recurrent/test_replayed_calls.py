@@ -5,6 +5,7 @@ import copy
 import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from ostinato.recurrent import graphs
+import ostinato
+from ostinato import cuda_graph
+from ostinato.recurrent import graphs, sequences
+
+BYTES = 2 * (3 + 3 * 3) * 4 * 4 * 2  # of a call: as many as are estimated
 
 
 class Recorded(TorchDispatchMode):
@@ -32,7 +37,8 @@ class Recorded(TorchDispatchMode):
     def replay(self):
         for func, args, kwargs, results in self.operations:
             for before, now in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):
-                before.data.copy_(now)
+                if isinstance(before, torch.Tensor):
+                    before.data.copy_(now)
 
 
 @contextlib.contextmanager
@@ -54,7 +60,8 @@ class Layer(nn.Module):
         other.load_state_dict(self.state_dict())
         return other
 
-    def launched(self, x, states, weights, resets):
+    @staticmethod
+    def launched(x, states, weights, resets):
         h, outputs = states[0] if states else x.new_zeros(x.shape[1:]), []
         for t, step in enumerate(x):
             if resets is not None:
@@ -66,13 +73,14 @@ class Layer(nn.Module):
     def forward(self, x, *states, resets=None):
         weights, states = [*self.weights], [*states]
         training = torch.is_grad_enabled()
-        found = graphs.replay(self.graphs, self, self.launched, x, states, weights, resets, training)
+        found = graphs.replay(self.graphs, self.launched, self, x, states, weights, resets, training)
         return self.launched(x, states, weights, resets) if found is None else found
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
     monkeypatch.setattr(graphs, "captured", recorded)
+    monkeypatch.setattr(graphs, "bytes_of", lambda pool, result: BYTES)
     monkeypatch.setattr(graphs, "check_launches", lambda device: None)
     monkeypatch.setattr(graphs, "USES", 1)
     monkeypatch.setattr(graphs, "_kept", graphs._AllKept())
@@ -290,10 +298,9 @@ def test_threads_share_a_layer(trained, monkeypatch):
 
 def test_memory_is_bounded_and_freed_with_the_layer(monkeypatch):
     layers, x = [Layer() for _ in range(3)], x_of()
-    bytes_of_one = 2 * (3 + 3 * 3) * 4 * 4 * 2
-    monkeypatch.setattr(graphs, "MOST_KEPT", 2 * bytes_of_one)
+    monkeypatch.setattr(graphs, "MOST_KEPT", 2 * BYTES)
     assert [warmed(layer, x) for layer in layers] == [1, 2, 2]  # no room for the third
-    assert [kept.call.bytes for kept in graphs._kept._all] == [bytes_of_one] * 2
+    assert [kept.call.bytes for kept in graphs._kept._all] == [BYTES] * 2
     del layers[0]
     gc.collect()
     assert len(graphs._kept._all) == 1
@@ -301,7 +308,7 @@ def test_memory_is_bounded_and_freed_with_the_layer(monkeypatch):
     assert graphs._kept._all == []
     assert layers[0].graphs == {}
     assert warmed(layers[0], x) == 3
-    monkeypatch.setattr(graphs, "MOST_KEPT", bytes_of_one)
+    monkeypatch.setattr(graphs, "MOST_KEPT", BYTES)
     monkeypatch.setattr(graphs, "_STALE", 1)
     assert warmed(Layer(), x) == 3  # the last replay is of the other
     gradients(layers[0], layers[0](x))
@@ -334,9 +341,111 @@ def test_what_cannot_be_captured_is_launched(monkeypatch):
     monkeypatch.setattr(graphs, "_Backward", fail)
     for _ in range(4):
         assert_equal(gradients(layer, layer(x), x), expected)
-    assert graphs._kept.replays == 3
+    assert graphs._kept.replays == 1  # then none, as no backward would follow
     monkeypatch.setattr(graphs, "_CallGraphs", fail)
     other = copy.deepcopy(layer)
     for _ in range(4):
         assert_equal(gradients(other, other(x), x), expected)
+    assert graphs._kept.replays == 1
+
+
+def test_gradients_may_be_changed_one_by_one():
+    layer, x = Layer(), x_of()
+    warmed(layer, x)
+    first, second = gradients(layer, layer(x))
+    scale = torch.ones((), requires_grad=True)
+    scaled = scale * first  # whose backward needs the first
+    second.zero_()
+    scaled.sum().backward()
+    assert scale.grad == first.sum()
+
+
+def test_weights_before_are_freed():
+    layer, x = Layer(), x_of()
+    warmed(layer, x)
+    for _ in range(3):
+        layer.weights[1].data = layer.weights[1].data.clone()
+        before, expected = warmed(layer, x), expected_of(layer, x)
+        assert_equal(gradients(layer, layer(x), x), expected)
+        assert graphs._kept.replays == before + 1
+        assert [kept.key for kept in graphs._kept._all] == [graphs._addresses_of([*layer.weights])]
+
+
+def test_a_backward_is_captured_only_of_weights_that_have_not_moved():
+    layer, x = Layer(), x_of()
+    layer(x)
+    results = layer(x)
+    (kept,) = graphs._kept._all
+    kept.call._leaves[-1].data = torch.zeros(3, 3)  # as a shard's, whose memory is another's now
+    assert_equal(gradients(layer, results, x), expected_of(layer, x))
+    assert graphs._kept._all == []
+    assert [*layer.graphs.values()] == [None]
+
+
+def test_graphs_without_memory_of_their_own_are_dropped(monkeypatch):
+    segments = [{"address": 0, "total_size": 64}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda pool: segments)
+    monkeypatch.setattr(graphs, "bytes_of", cuda_graph.bytes_of)
+    layer, x = Layer(), x_of()
+    expected = expected_of(layer, x)
+    for _ in range(3):
+        assert_equal(gradients(layer, layer(x), x), expected)
+    assert graphs._kept.replays == 0
+    result = torch.ones(16)
+    segments.append({"address": result.data_ptr(), "total_size": 4})
+    assert cuda_graph.bytes_of((0, 0), result) == 68
+    with pytest.raises(RuntimeError, match="not its own"):
+        cuda_graph.bytes_of((0, 0), result[1:])
+
+
+def test_others_launch_while_a_call_is_captured(monkeypatch):
+    layer, x, seen = Layer(), x_of(), []
+    captured_call = graphs._captured_call
+
+    def captured(*args):
+        seen.append([*layer.graphs.values()])
+        layer(x)
+        return captured_call(*args)
+
+    monkeypatch.setattr(graphs, "_captured_call", captured)
+    warmed(layer, x)
+    assert seen == [[None]]
+    assert graphs._kept.replays == 1
+
+
+@pytest.fixture
+def real(monkeypatch):
+    """A layer of the library, whose calls are captured."""
+    monkeypatch.setattr(sequences, "are_worth", lambda *args: True)
+    monkeypatch.setattr(sequences, "_CALLS", sequences.Prepared())
+
+    def make():
+        layer, x = ostinato.GRU(16, 24), torch.randn(7, 3, 16)
+        for _ in range(3):
+            gradients(layer, layer(x))
+        assert graphs._kept.replays == 2
+        return layer
+
+    return make
+
+
+def test_hooks_may_keep_results(real):
+    layer = real()
+    layer.register_forward_hook(lambda layer, _, results: setattr(layer, "results", results))
+    layer(torch.randn(7, 3, 16))
     assert graphs._kept.replays == 3
+    freed = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert freed() is None
+    assert graphs._kept._all == []
+
+
+def test_attributes_may_change_before_a_late_backward(real):
+    layer, x = real(), torch.randn(7, 3, 16)
+    expected = gradients(layer, layer(x))
+    results = layer(x)
+    gradients(layer, results, retain_graph=True)
+    layer.batch_first, layer.dropout, layer.hidden_size = True, 0.5, 7
+    for found, grad in zip(gradients(layer, results), expected, strict=True):
+        torch.testing.assert_close(found, grad)

@@ -14,12 +14,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ostinato.cuda_graph import Pool, captured
+from ostinato.cuda_graph import Pool, bytes_of, captured
 from ostinato.kernels.operators.dispatch import apply_of, autograd_function
 from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.persistent.backends import check_launches
@@ -57,8 +58,8 @@ def _bytes_of(weights: Sequence[Tensor], rows: int) -> int:
 
 def replay(
     graphs: Graphs,
-    layer: nn.Module,
     run: Run,
+    layer: nn.Module,
     x: Tensor,
     states: list[Tensor],
     weights: list[Tensor],
@@ -75,11 +76,13 @@ def replay(
     if type(found) is int:
         if found < USES:
             if not found and len(graphs) >= _MOST_COUNTED:
-                for counted in [key for key, uses in graphs.items() if type(uses) is int]:
-                    del graphs[counted]
+                for counted, uses in list(graphs.items()):
+                    if type(uses) is int:
+                        graphs.pop(counted, None)
             graphs[key] = found + 1
             return None
-        found = graphs[key] = _captured_call(graphs, key, layer, run, [x, *states, *weights], len(states), resets)
+        graphs[key] = None  # other threads launch meanwhile
+        found = graphs[key] = _captured_call(graphs, key, run, layer, [x, *states, *weights], len(states), resets)
     if found is None:
         return None
     if not training:
@@ -105,7 +108,6 @@ class _CallGraphs:
         self._device, self._pool = tensors[0].device, torch.cuda.graph_pool_handle()
         self.states, first = states, 1 + states
         self._addresses = _addresses_of(tensors[first:])  # where the weights are read
-        self.bytes = _bytes_of(tensors[first:], tensors[0].numel() // tensors[0].shape[-1])
         # The data of tensors have no count of changes, by which autograd would refuse the backward.
         data = [x.data if i >= first else x.detach().clone() for i, x in enumerate(tensors)]
         self._leaves = [x.requires_grad_(given.requires_grad) for x, given in zip(data, tensors, strict=True)]
@@ -113,16 +115,16 @@ class _CallGraphs:
         self._backwards: dict[tuple[bool, ...], _Backward | None] = {}
         self._lock, self._version = threading.Lock(), 0  # of the memory
         self._use: weakref.ref[_Use] | None = None
-        self._moves = False  # whether weights are elsewhere in the backward
         self.last_replay = _kept.replays
         with captured(self._device, self._pool) as self._graph:
             x, *others = self._leaves
             self._results = run(x, others[:states], others[states:], self._resets)
+        self.bytes = bytes_of(self._pool, self._results[0])
 
     def claim(self) -> _Use | None:
-        """The right to the memory; None while the call before may have its backward yet, or if weights move."""
+        """The right to the memory; None while the call before may have its backward yet."""
         with self._lock:
-            if self._moves or (self._use is not None and self._use() is not None):
+            if self._use is not None and self._use() is not None:
                 return None
             use = _Use()
             self._use = weakref.ref(use)
@@ -147,13 +149,15 @@ class _CallGraphs:
     ) -> list[Tensor | None] | None:
         """The gradients of the tensors, None for those that need none.
 
-        Or None if the memory is another call's, or if weights have been moved, as shards are when gathered again.
+        Or None if the memory is another call's.  The graphs are given up if there can be none of the backward, or if
+        weights have been moved, as shards are when gathered again.
         """
         check_launches(self._device)
         with self._lock:
             if self._addresses != _addresses_of(tensors[1 + self.states :]):
-                self._moves = True
-            if self._version != version or self._moves:
+                _kept.give_up(self)
+                return None
+            if self._version != version:
                 return None
             self._version += 1  # nothing says that kernels leave whole what they have read for the last time
             self._use = None
@@ -161,13 +165,20 @@ class _CallGraphs:
             if present not in self._backwards:
                 self._backwards[present] = self._captured_backward(present)
             found = self._backwards[present]
-            return None if found is None else found.replay(grads)
+            if found is None:
+                _kept.give_up(self)
+                return None
+            return found.replay(grads)
 
     def _captured_backward(self, present: tuple[bool, ...]) -> "_Backward | None":
+        if self._addresses != _addresses_of(self._leaves[1 + self.states :]):
+            return None  # those of the first call have moved, and others are in their place
         try:
-            return _Backward(self._results, self._leaves, present, self._pool)
+            found = _Backward(self._results, self._leaves, present, self._pool)
+            self.bytes = bytes_of(self._pool, found.flat)
         except RuntimeError:  # as where memory is short
             return None
+        return found
 
 
 class _Backward:
@@ -180,7 +191,7 @@ class _Backward:
         with torch.autograd.set_multithreading_enabled(False), captured(leaves[0].device, pool) as self._graph:
             found = torch.autograd.grad(chosen, needed, self._given, retain_graph=True, allow_unused=True)
             self._found = [grad for grad in found if grad is not None]
-            self._flat = torch.cat([grad.flatten() for grad in self._found])
+            self.flat = torch.cat([grad.flatten() for grad in self._found])
         of_needed = iter([grad is not None for grad in found])
         self._is_found = [x.requires_grad and next(of_needed) for x in leaves]
 
@@ -188,9 +199,9 @@ class _Backward:
         for own, grad in zip(self._given, [grad for grad in grads if grad is not None], strict=True):
             own.copy_(grad)
         self._graph.replay()
-        # Of one copy: launches are what this saves.
-        found = iter(torch._C._nn.unflatten_dense_tensors(self._flat.clone(), self._found))
-        return [next(found) if is_found else None for is_found in self._is_found]
+        # Of one copy, as launches are what this saves; the data of each, whose changes do not count as the others'.
+        found = iter(torch._C._nn.unflatten_dense_tensors(self.flat.clone(), self._found))
+        return [next(found).data if is_found else None for is_found in self._is_found]
 
 
 def _forward(
@@ -248,29 +259,40 @@ class _AllKept:
         self.replays, self._all = 0, list[_Kept]()
 
     def drop_those_of(self, layer: nn.Module) -> None:
-        for kept in [kept for kept in self._all if kept.layer() is layer]:
-            self._drop(kept)
+        for kept in self._all[:]:
+            if kept.layer() is layer:
+                self._drop(kept)
+
+    def give_up(self, call: _CallGraphs) -> None:
+        """Free graphs whose call is launched from now on."""
+        for kept in self._all[:]:
+            if kept.call is call:
+                self._drop(kept)
+                kept.graphs[kept.key] = None
 
     def make_room(self, bytes_needed: int) -> bool:
         """Whether there is room, of graphs that have not been used for long, too."""
-        while sum(kept.call.bytes for kept in self._all) + bytes_needed > MOST_KEPT:
-            oldest = min(self._all, key=lambda kept: kept.call.last_replay)
+        while (all_kept := self._all[:]) and sum(kept.call.bytes for kept in all_kept) + bytes_needed > MOST_KEPT:
+            oldest = min(all_kept, key=lambda kept: kept.call.last_replay)
             if self.replays - oldest.call.last_replay < _STALE:
                 return False
             self._drop(oldest)
-        return True
+        return bytes_needed <= MOST_KEPT
 
     def add(self, call: _CallGraphs, graphs: Graphs, key: tuple[int, ...], layer: nn.Module) -> None:
         def drop(_: object) -> None:  # with the layer, whose weights would be kept too
-            for kept in self._all:
+            for kept in self._all[:]:
                 if kept.call is call:
                     self._drop(kept)
-                    return
 
+        for kept in self._all[:]:
+            if kept.layer() is layer and kept.key != key:  # its weights before, which are kept too
+                self.give_up(kept.call)
         self._all.append(_Kept(call, graphs, key, weakref.ref(layer, drop)))
 
     def _drop(self, kept: _Kept) -> None:
-        self._all.remove(kept)
+        with suppress(ValueError):  # another thread, or the collection of garbage, may have come first
+            self._all.remove(kept)
         kept.graphs.pop(kept.key, None)
 
 
@@ -285,8 +307,8 @@ def forget(layer: nn.Module) -> None:
 def _captured_call(
     graphs: Graphs,
     key: tuple[int, ...],
-    layer: nn.Module,
     run: Run,
+    layer: nn.Module,
     tensors: list[Tensor],
     states: int,
     resets: Tensor | None,

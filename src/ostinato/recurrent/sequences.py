@@ -20,7 +20,7 @@ from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.stacks import stacked_layers
 from ostinato.masks import mask_of
 from ostinato.packed import offsets_of
-from ostinato.recurrent.graphs import Graphs, are_worth, replay
+from ostinato.recurrent.graphs import Graphs, Run, are_worth, replay
 from ostinato.recurrent.rows import as_given, has_several_lengths, in_rows, size_of
 from ostinato.recurrent.torch_layers import takes_as_they_are
 from ostinato.recurrent.weights import MaskedLayers, check_shapes, weights_of
@@ -36,7 +36,7 @@ class KernelCall(NamedTuple):
     training: bool  # whether gradients are needed
     at_once: int  # directions, or stacked layers, that run at the same time
     layers: dict[int, Callable] | None = None  # who computes each layer, by index; None for PyTorch's dispatcher
-    graphs: Graphs | None = None  # CUDA graphs of such calls, if they are worth any
+    graphs: tuple[Graphs, Run] | None = None  # CUDA graphs of such calls, and what these run, if they are worth any
 
 
 LEFT_TO_TORCH = KernelCall(batch=0, steps=0, autocast=None, training=False, at_once=0)
@@ -118,7 +118,7 @@ class SequenceLayers(MaskedLayers):
             return call
         if is_captured(weights[0].device) or not are_worth(weights, call.batch * call.steps, call.steps):
             return call
-        return call._replace(graphs={})
+        return call._replace(graphs=({}, _launcher(self, call)))
 
     def _find_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
@@ -175,12 +175,7 @@ class SequenceLayers(MaskedLayers):
         # With gradients not in evaluation either: launched again in the backward, it might no longer be.
         drops = self.dropout > 0 and self.num_layers > 1 and (self.training or call.training)
         if call.graphs is not None and not drops:
-
-            def run(x: Tensor, states: list[Tensor], weights: list[Tensor], resets: Tensor | None) -> list[Tensor]:
-                output, last = self._forward_kernels(x, states, weights, resets, call)
-                return [output, *states_of(last)]
-
-            results = replay(call.graphs, self, run, input, states, weights, resets, call.training)
+            results = replay(*call.graphs, self, input, states, weights, resets, call.training)
             if results is not None:
                 return results[0], hidden_of(results[1:])
         return self._forward_kernels(input, states, weights, resets, call)
@@ -202,6 +197,22 @@ class SequenceLayers(MaskedLayers):
             rows = torch.cat([output for output, *_ in results], 1) if both else results[-1][0]
         states = [of_one_layer(x[0]) if layers == 1 else torch.stack(x) for x in zip(*last, strict=True)]
         return as_given(input, rows, states, self.batch_first)
+
+
+def _launcher(layer: SequenceLayers, call: KernelCall) -> Run:
+    """Launches such calls of any layer, without dropout.
+
+    Autograd keeps it as long as the results, which hooks may keep with a layer: so it holds nothing of this one's.
+    """
+    bare = object.__new__(SequenceLayers)
+    names = "mode", "hidden_size", "bidirectional", "batch_first", "_all_weights", "_forced_path"
+    bare.__dict__.update({name: getattr(layer, name) for name in names}, dropout=0.0, training=False, _buffers={})
+
+    def run(x: Tensor, states: list[Tensor], weights: list[Tensor], resets: Tensor | None) -> list[Tensor]:
+        output, last = bare._forward_kernels(x, states, weights, resets, call)
+        return [output, *states_of(last)]
+
+    return run
 
 
 def _at_once(layer: MaskedLayers, call: Call) -> int:
