@@ -449,3 +449,11 @@ def test_attributes_may_change_before_a_late_backward(real):
     layer.batch_first, layer.dropout, layer.hidden_size = True, 0.5, 7
     for found, grad in zip(gradients(layer, results), expected, strict=True):
         torch.testing.assert_close(found, grad)
+
+
+def test_replaced_parameters_are_freed(real):
+    layer = real()
+    layer.load_state_dict({name: x.clone() for name, x in layer.state_dict().items()})
+    assert len(graphs._kept._all) == 1
+    layer.load_state_dict({name: x.clone() for name, x in layer.state_dict().items()}, assign=True)
+    assert graphs._kept._all == []

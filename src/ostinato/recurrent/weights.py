@@ -62,6 +62,7 @@ class MaskedLayers(TorchLayers):
         """``torch.nn``'s, which puts a parameter into its list, but leaves the reference to the one before."""
         super().__setattr__(name, value)
         if isinstance(value, nn.Parameter):
+            forget(self)
             names, references = (self.__dict__.get(own, []) for own in ("_flat_weights_names", "_flat_weight_refs"))
             if name in names and len(references) == len(names):
                 references[names.index(name)] = weakref.ref(value)
