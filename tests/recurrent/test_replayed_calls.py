@@ -360,6 +360,21 @@ def test_gradients_may_be_changed_one_by_one():
     assert scale.grad == first.sum()
 
 
+def test_compiled_backwards():
+    layer, x = Layer(), x_of()
+    warmed(layer, x)
+    expected = expected_of(layer, x)
+    for _ in range(2):
+        results = layer(x)
+        loss = sum((y * y.detach().cos()).sum() for y in results)
+        for leaf in (x, *layer.parameters()):
+            leaf.grad = None
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            torch.compile(torch.Tensor.backward, backend="aot_eager")(loss)
+        for leaf, grad in zip((x, *layer.parameters()), expected, strict=True):
+            torch.testing.assert_close(leaf.grad, grad)
+
+
 def test_weights_before_are_freed():
     layer, x = Layer(), x_of()
     warmed(layer, x)

@@ -222,7 +222,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     if not torch.is_grad_enabled() and is_eager(grads) and not torch.cuda.is_current_stream_capturing():
         found = ctx.graphs.backward(ctx.version, tensors, grads)
     if found is None:
-        found = _launched(ctx, tensors, resets, grads)
+        # Compiled autograd would follow the launches, and lose all gradients.
+        launched = torch.compiler.disable(_launched) if torch.compiler.is_compiling() else _launched
+        found = launched(ctx.run, ctx.graphs.states, ctx.needs_input_grad[-len(tensors) :], tensors, resets, grads)
     return None, None, None, None, *found
 
 
@@ -230,13 +232,18 @@ _apply = apply_of(autograd_function("replayed", forward=_forward, backward=_back
 
 
 def _launched(
-    ctx: Any, tensors: list[Tensor], resets: Tensor | None, grads: Sequence[Tensor | None]
+    run: Run,
+    states: int,
+    needed: Sequence[bool],
+    tensors: list[Tensor],
+    resets: Tensor | None,
+    grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """The gradients by launching the call again, differentiable where gradients are enabled."""
-    needed, states, differentiable = ctx.needs_input_grad[-len(tensors) :], ctx.graphs.states, torch.is_grad_enabled()
+    differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
         x, *others = own = [tensor.view_as(tensor) for tensor in tensors]  # tells the same tensor given twice apart
-        results = ctx.run(x, others[:states], others[states:], resets)
+        results = run(x, others[:states], others[states:], resets)
         chosen, given = zip(*[pair for pair in zip(results, grads, strict=True) if pair[1] is not None], strict=True)
         inputs = [tensor for tensor, need in zip(own, needed, strict=True) if need]
         found = iter(torch.autograd.grad(chosen, inputs, given, create_graph=differentiable, allow_unused=True))
