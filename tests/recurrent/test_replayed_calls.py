@@ -472,3 +472,13 @@ def test_replaced_parameters_are_freed(real):
     assert len(graphs._kept._all) == 1
     layer.load_state_dict({name: x.clone() for name, x in layer.state_dict().items()}, assign=True)
     assert graphs._kept._all == []
+
+
+def test_many_equal_layers():
+    layers, shared = [Layer() for _ in range(200)], {}
+    with torch.no_grad():
+        for _ in range(2):
+            for layer in layers:
+                layer.graphs = shared
+                layer(x_of())
+    assert graphs._kept.replays == 200

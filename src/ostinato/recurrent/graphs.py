@@ -37,7 +37,7 @@ MOST_BYTES = 128 << 20  # that a call keeps for its backward
 MOST_KEPT = 512 << 20  # bytes of all calls whose graphs are kept
 _DEFAULT_STREAM = 0
 _STALE = 4096  # replays of others, after which those of a call may make room
-_MOST_COUNTED = 64  # of calls of the same sizes
+_MOST_COUNTED = 512  # of calls of the same sizes, as of equal layers; graphs of as many have no room
 
 
 def are_worth(weights: Sequence[Tensor], rows: int, steps: int) -> bool:
