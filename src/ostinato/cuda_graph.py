@@ -60,10 +60,11 @@ def captured(device: torch.device, pool: Pool) -> Iterator[torch.cuda.CUDAGraph]
 def bytes_of(pool: Pool, result: Tensor) -> int:
     """The memory that graphs of this pool keep, given a result of the last one.
 
-    Raises RuntimeError if the result is not in the pool, but where PyTorch gives its memory to others: it is elsewhere
-    under ``torch.cuda.use_mem_pool``, and allocators other than PyTorch's own have no such pools.
+    Raises RuntimeError if the result lies elsewhere, where other tensors would be given the graph's memory: under
+    ``torch.cuda.use_mem_pool``, and with allocators that have no such pools.
     """
-    segments, address = torch.cuda.memory_snapshot(pool), result.data_ptr()
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["segment_pool_id"] == pool]
+    address = result.data_ptr()
     if not any(0 <= address - segment["address"] < segment["total_size"] for segment in segments):
         raise RuntimeError("the memory of a captured graph is not its own")
     return sum(segment["total_size"] for segment in segments)

@@ -398,8 +398,8 @@ def test_a_backward_is_captured_only_of_weights_that_have_not_moved():
 
 
 def test_graphs_without_memory_of_their_own_are_dropped(monkeypatch):
-    segments = [{"address": 0, "total_size": 64}]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda pool: segments)
+    segments = [{"segment_pool_id": (0, 0), "address": 0, "total_size": 64}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     monkeypatch.setattr(graphs, "bytes_of", cuda_graph.bytes_of)
     layer, x = Layer(), x_of()
     expected = expected_of(layer, x)
@@ -407,8 +407,10 @@ def test_graphs_without_memory_of_their_own_are_dropped(monkeypatch):
         assert_equal(gradients(layer, layer(x), x), expected)
     assert graphs._kept.replays == 0
     result = torch.ones(16)
-    segments.append({"address": result.data_ptr(), "total_size": 4})
+    segments.append({"segment_pool_id": (0, 0), "address": result.data_ptr(), "total_size": 4})
     assert cuda_graph.bytes_of((0, 0), result) == 68
+    with pytest.raises(RuntimeError, match="not its own"):
+        cuda_graph.bytes_of((0, 1), result)
     with pytest.raises(RuntimeError, match="not its own"):
         cuda_graph.bytes_of((0, 0), result[1:])
 
