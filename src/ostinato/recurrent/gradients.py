@@ -58,7 +58,7 @@ class _Differentiable(torch.autograd.Function):
         states, weights = others[: ctx.count], others[ctx.count :]
         with without_autocast(x.device.type):
             if torch.is_grad_enabled() or (x.is_cpu and not is_eager(grads)):
-                found = _by_autograd(ctx.cells, x, states, weights, grads, needed)
+                found = _by_cells(ctx.cells, [x, *states, *weights], ctx.count, grads, needed)
             elif x.is_cpu:
                 found = gradients_of_step(ctx.mode.lower(), x, states, weights, saved, grads, needed)
             else:
@@ -66,19 +66,34 @@ class _Differentiable(torch.autograd.Function):
         return None, None, None, None, *found
 
 
-def _by_autograd(
-    cells: Cells, x: Tensor, states: list[Tensor], weights: list[Tensor], grads: Gradients, needed: Sequence[bool]
+def by_autograd(
+    function: Callable[[list[Tensor]], Sequence[Tensor]],
+    tensors: Sequence[Tensor],
+    grads: Gradients,
+    needed: Sequence[bool],
 ) -> Gradients:
-    """The gradients of the tensors that need them, differentiable where gradients are enabled."""
-    create_graph, first = torch.is_grad_enabled(), 1 + len(states)
+    """The gradients of the tensors that need them, from those of the function's results, if any, by calling it again.
+
+    They are differentiable where gradients are enabled.
+    """
+    create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        own = [tensor.view_as(tensor) for tensor in (x, *states, *weights)]  # tells the same tensor given twice apart
-        output, new = cells(own[0], own[1:first], own[first:])
-        results = [y for y, grad in zip((output, *new), grads, strict=True) if grad is not None]
+        own = [tensor.view_as(tensor) for tensor in tensors]  # tells the same tensor given twice apart
+        results = [y for y, grad in zip(function(own), grads, strict=True) if grad is not None]
         inputs = [tensor for tensor, need in zip(own, needed, strict=True) if need]
         given = [grad for grad in grads if grad is not None]
         found = iter(torch.autograd.grad(results, inputs, given, create_graph=create_graph, allow_unused=True))
     return [next(found) if need else None for need in needed]
+
+
+def _by_cells(cells: Cells, tensors: list[Tensor], states: int, grads: Gradients, needed: Sequence[bool]) -> Gradients:
+    """:func:`by_autograd` of a step's input, so many states, and weights."""
+
+    def step(own: list[Tensor]) -> list[Tensor]:
+        output, new = cells(own[0], own[1 : 1 + states], own[1 + states :])
+        return [output, *new]
+
+    return by_autograd(step, tensors, grads, needed)
 
 
 def _by_kernels(

@@ -24,6 +24,7 @@ from ostinato.cuda_graph import Pool, bytes_of, captured
 from ostinato.kernels.operators.dispatch import apply_of, autograd_function
 from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.persistent.backends import check_launches
+from ostinato.recurrent.gradients import by_autograd
 
 Run = Callable[[Tensor, list[Tensor], list[Tensor], Tensor | None], list[Tensor]]
 """A launched call: the output and last states, of the input, the states, the weights and resets."""
@@ -119,6 +120,7 @@ class _CallGraphs:
         with captured(self._device, self._pool) as self._graph:
             x, *others = self._leaves
             self._results = run(x, others[:states], others[states:], self._resets)
+        self._outputs = [y.data for y in self._results]
         self.bytes = bytes_of(self._pool, self._results[0])
 
     def claim(self) -> _Use | None:
@@ -142,7 +144,7 @@ class _CallGraphs:
             self._version += 1
             _kept.replays += 1
             self.last_replay = _kept.replays
-            return [y.data.clone() for y in self._results], self._version
+            return [y.clone() for y in self._outputs], self._version
 
     def backward(
         self, version: int, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]
@@ -218,36 +220,22 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, resets = ctx.saved_tensors
     if all(grad is None for grad in grads):
         return (None,) * len(ctx.needs_input_grad)
-    found = None
+    found: Any = None
     if not torch.is_grad_enabled() and is_eager(grads) and not torch.cuda.is_current_stream_capturing():
         found = ctx.graphs.backward(ctx.version, tensors, grads)
     if found is None:
+        run, first = ctx.run, 1 + ctx.graphs.states
+
+        def launched(own: list[Tensor]) -> list[Tensor]:
+            return run(own[0], own[1:first], own[first:], resets)
+
         # Compiled autograd would follow the launches, and lose all gradients.
-        launched = torch.compiler.disable(_launched) if torch.compiler.is_compiling() else _launched
-        found = launched(ctx.run, ctx.graphs.states, ctx.needs_input_grad[-len(tensors) :], tensors, resets, grads)
+        differentiate = torch.compiler.disable(by_autograd) if torch.compiler.is_compiling() else by_autograd
+        found = differentiate(launched, tensors, grads, ctx.needs_input_grad[-len(tensors) :])
     return None, None, None, None, *found
 
 
 _apply = apply_of(autograd_function("replayed", forward=_forward, backward=_backward))
-
-
-def _launched(
-    run: Run,
-    states: int,
-    needed: Sequence[bool],
-    tensors: list[Tensor],
-    resets: Tensor | None,
-    grads: Sequence[Tensor | None],
-) -> list[Tensor | None]:
-    """The gradients by launching the call again, differentiable where gradients are enabled."""
-    differentiable = torch.is_grad_enabled()
-    with torch.enable_grad():
-        x, *others = own = [tensor.view_as(tensor) for tensor in tensors]  # tells the same tensor given twice apart
-        results = run(x, others[:states], others[states:], resets)
-        chosen, given = zip(*[pair for pair in zip(results, grads, strict=True) if pair[1] is not None], strict=True)
-        inputs = [tensor for tensor, need in zip(own, needed, strict=True) if need]
-        found = iter(torch.autograd.grad(chosen, inputs, given, create_graph=differentiable, allow_unused=True))
-    return [next(found) if need else None for need in needed]
 
 
 class _Kept(NamedTuple):
@@ -259,23 +247,29 @@ class _Kept(NamedTuple):
     layer: weakref.ref[nn.Module]
 
 
+def _is_of(call: _CallGraphs) -> Callable[[_Kept], bool]:
+    return lambda kept: kept.call is call
+
+
 class _AllKept:
     """All graphs that there are, whose memory is bounded."""
 
     def __init__(self) -> None:
         self.replays, self._all = 0, list[_Kept]()
 
-    def drop_those_of(self, layer: nn.Module) -> None:
-        for kept in self._all[:]:
-            if kept.layer() is layer:
-                self._drop(kept)
+    def drop(self, is_meant: Callable[[_Kept], bool]) -> list[_Kept]:
+        """Free some of the graphs, which are returned; their calls are counted anew."""
+        found = [*filter(is_meant, self._all[:])]
+        for kept in found:
+            with suppress(ValueError):  # another thread, or the collection of garbage, may have come first
+                self._all.remove(kept)
+            kept.graphs.pop(kept.key, None)
+        return found
 
     def give_up(self, call: _CallGraphs) -> None:
         """Free graphs whose call is launched from now on."""
-        for kept in self._all[:]:
-            if kept.call is call:
-                self._drop(kept)
-                kept.graphs[kept.key] = None
+        for kept in self.drop(_is_of(call)):
+            kept.graphs[kept.key] = None
 
     def make_room(self, bytes_needed: int) -> bool:
         """Whether there is room, of graphs that have not been used for long, too."""
@@ -283,24 +277,16 @@ class _AllKept:
             oldest = min(all_kept, key=lambda kept: kept.call.last_replay)
             if self.replays - oldest.call.last_replay < _STALE:
                 return False
-            self._drop(oldest)
+            self.drop(_is_of(oldest.call))
         return bytes_needed <= MOST_KEPT
 
     def add(self, call: _CallGraphs, graphs: Graphs, key: tuple[int, ...], layer: nn.Module) -> None:
-        def drop(_: object) -> None:  # with the layer, whose weights would be kept too
-            for kept in self._all[:]:
-                if kept.call is call:
-                    self._drop(kept)
-
         for kept in self._all[:]:
             if kept.layer() is layer and kept.key != key:  # its weights before, which are kept too
                 self.give_up(kept.call)
-        self._all.append(_Kept(call, graphs, key, weakref.ref(layer, drop)))
-
-    def _drop(self, kept: _Kept) -> None:
-        with suppress(ValueError):  # another thread, or the collection of garbage, may have come first
-            self._all.remove(kept)
-        kept.graphs.pop(kept.key, None)
+        # They go with the layer, whose weights would be kept too.
+        of_layer = weakref.ref(layer, lambda _: self.drop(_is_of(call)))
+        self._all.append(_Kept(call, graphs, key, of_layer))
 
 
 _kept = _AllKept()
@@ -308,7 +294,7 @@ _kept = _AllKept()
 
 def forget(layer: nn.Module) -> None:
     """Free the graphs of a layer, which keep its weights in memory, where these will be elsewhere."""
-    _kept.drop_those_of(layer)
+    _kept.drop(lambda kept: kept.layer() is layer)
 
 
 def _captured_call(
