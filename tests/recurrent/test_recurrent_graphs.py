@@ -30,8 +30,7 @@ STEPS, BATCH, INPUT, HIDDEN = 7, 3, 16, 24
 def test_which_layers_are_captured(monkeypatch):
     weights = [torch.nn.Parameter(torch.empty(96, 16)), torch.nn.Parameter(torch.empty(96, 24))]
     assert not graphs.are_worth(weights, 21, 7)  # on a CPU
-    for weight in weights:
-        monkeypatch.setattr(type(weight), "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.delenv("OSTINATO_CUDA_GRAPHS", raising=False)
     assert graphs.are_worth(weights, 21, 7)
     assert not graphs.are_worth(weights, 3 * 257, 257)  # steps

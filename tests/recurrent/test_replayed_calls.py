@@ -476,6 +476,26 @@ def test_replaced_parameters_are_freed(real):
     assert graphs._kept._all == []
 
 
+def test_converted_parameters_are_freed(real):
+    layer = real()
+    layer.double()
+    assert graphs._kept._all == []
+
+
+def test_the_memory_of_a_backward_counts(monkeypatch):
+    memory = iter([7, 11, 13])
+    monkeypatch.setattr(graphs, "bytes_of", lambda pool, result: next(memory))
+    layer, x = Layer(), x_of()
+    layer(x)
+    results = layer(x)
+    (kept,) = graphs._kept._all
+    assert kept.call.bytes == 7
+    gradients(layer, results)
+    assert kept.call.bytes == 11
+    gradients(layer, layer(x), chosen=(0,))  # another graph
+    assert kept.call.bytes == 13
+
+
 def test_many_equal_layers():
     layers, shared = [Layer() for _ in range(200)], {}
     with torch.no_grad():

@@ -278,7 +278,7 @@ class _AllKept:
             if self.replays - oldest.call.last_replay < _STALE:
                 return False
             self.drop(_is_of(oldest.call))
-        return bytes_needed <= MOST_KEPT
+        return True
 
     def add(self, call: _CallGraphs, graphs: Graphs, key: tuple[int, ...], layer: nn.Module) -> None:
         for kept in self._all[:]:
