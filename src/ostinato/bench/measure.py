@@ -15,12 +15,13 @@ from torch import Tensor
 from ostinato.bench.check import TOLERANCE, Check, Errors, check_of
 from ostinato.bench.peers import Build, contestants
 from ostinato.bench.workloads import OURS, ParaLayer, RecurrentLayer, Run, Unavailable, Workload, name_of
+from ostinato.recurrent.graphs import USES
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
 SLOW = 0.5  # seconds; slower calls are not repeated
 GPU_SECONDS = 0.02  # spent on the repetitions of a GPU pass
 FLUSH_BYTES = 512 << 20  # several times any cache
-WARM_UPS = 24  # calls before the repetitions, after which all have come to what they do in a long training
+WARM_UPS = USES + 8  # calls before the repetitions, after which ours are what they are in a long training
 FLUSHES = 4  # long enough for the host to launch most of what is timed while the GPU is busy with them
 OF_GRADIENTS = 5  # factor on the tolerance: gradients of weights are sums over all steps, rounded at each
 COLLECT_ABOVE = 1 << 30  # bytes in use above which garbage is collected
