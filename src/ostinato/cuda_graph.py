@@ -60,8 +60,8 @@ def captured(device: torch.device, pool: Pool) -> Iterator[torch.cuda.CUDAGraph]
 def bytes_of(pool: Pool, result: Tensor) -> int:
     """The memory that graphs of this pool keep, given a result of the last one.
 
-    Raises RuntimeError if the result lies elsewhere, where other tensors would be given the graph's memory: under
-    ``torch.cuda.use_mem_pool``, and with allocators that have no such pools.
+    Raises RuntimeError if the result lies elsewhere, where other tensors would be given the graph's memory, as might be
+    under ``torch.cuda.use_mem_pool``.
     """
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["segment_pool_id"] == pool]
     address = result.data_ptr()

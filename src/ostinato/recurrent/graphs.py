@@ -48,8 +48,10 @@ def are_worth(weights: Sequence[Tensor], rows: int, steps: int) -> bool:
     """
     if os.environ.get("OSTINATO_CUDA_GRAPHS") == "0":
         return False
-    on_gpu = weights[0].is_cuda and all(type(x) is nn.Parameter for x in weights)
-    return on_gpu and steps <= MOST_STEPS and _bytes_of(weights, rows) <= MOST_BYTES
+    if not weights[0].is_cuda or torch.cuda.get_allocator_backend() != "native":  # others end the process in a capture
+        return False
+    are_parameters = all(type(x) is nn.Parameter for x in weights)
+    return are_parameters and steps <= MOST_STEPS and _bytes_of(weights, rows) <= MOST_BYTES
 
 
 def _bytes_of(weights: Sequence[Tensor], rows: int) -> int:
