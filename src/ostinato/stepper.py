@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ostinato import cuda_graph
 from ostinato.checks import check_flags, check_integers, check_tensor, describe
+from ostinato.cuda_graphs.capture import capture
 from ostinato.minimal import MinGRUCell, MinLSTMCell
 from ostinato.recurrent import GRU, LSTM, RNN
 from ostinato.recurrent.steps import freeze
@@ -158,7 +158,7 @@ class Stepper:
         """Capture a step in a CUDA graph, which reads and writes the same memory at every replay."""
         given, module, state = x.clone(), self._module, self._state
         with _unchanged((*_tensors(state), *module.buffers())):
-            replay, y = cuda_graph.capture(lambda: _advance(module, given, state), x.device)
+            replay, y = capture(lambda: _advance(module, given, state), x.device)
         _check_output(module, y)
         return functools.partial(_replayed, replay, given, (given.shape, given.dtype), y)
 

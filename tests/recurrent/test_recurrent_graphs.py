@@ -8,14 +8,17 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import ostinato
-from ostinato.recurrent import graphs, sequences
+from ostinato.cuda_graphs import calls, kept
+from ostinato.recurrent import sequences
 from ostinato.states import each
+from simulated_graphs import simulate
 
 SIZES = {
     "one layer": {},
@@ -29,20 +32,19 @@ STEPS, BATCH, INPUT, HIDDEN = 7, 3, 16, 24
 
 def test_which_layers_are_captured(monkeypatch):
     weights = [torch.nn.Parameter(torch.empty(96, 16)), torch.nn.Parameter(torch.empty(96, 24))]
-    assert not graphs.are_worth(weights, 21, 7)  # on a CPU
+    assert not calls.are_worth(weights, 21)  # on a CPU
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.delenv("OSTINATO_CUDA_GRAPHS", raising=False)
-    assert graphs.are_worth(weights, 21, 7)
-    assert not graphs.are_worth(weights, 3 * 257, 257)  # steps
-    assert graphs.are_worth(weights, 107_000, 7)  # 4 bytes of 96 + 3*16 and of 96 + 3*24 numbers: 128 MB
-    assert not graphs.are_worth(weights, 108_000, 7)
-    assert not graphs.are_worth([x.data for x in weights], 21, 7)  # which another call has elsewhere
+    assert calls.are_worth(weights, 21)
+    assert calls.are_worth(weights, 107_000)  # 4 bytes of 96 + 3*16 and of 96 + 3*24 numbers: 128 MB
+    assert not calls.are_worth(weights, 108_000)
+    assert not calls.are_worth([x.data for x in weights], 21)  # which another call has elsewhere
     with monkeypatch.context() as other:
         other.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-        assert not graphs.are_worth(weights, 21, 7)
+        assert not calls.are_worth(weights, 21)
     monkeypatch.setenv("OSTINATO_CUDA_GRAPHS", "0")
-    assert not graphs.are_worth(weights, 21, 7)
+    assert not calls.are_worth(weights, 21)
 
 
 def layer_of(cell, dtype=torch.float32, **options):
@@ -82,8 +84,8 @@ def gradients(layer, results, inputs, chosen=(0, 1, 2), **options):
 @pytest.fixture
 def soon(monkeypatch):
     """Captures at the second equal call."""
-    monkeypatch.setattr(graphs, "USES", 1)
-    monkeypatch.setattr(graphs, "_kept", graphs._AllKept())
+    monkeypatch.setattr(kept, "USES", 1)
+    monkeypatch.setattr(kept, "_kept", kept._AllKept())
     monkeypatch.setattr(sequences, "_CALLS", sequences.Prepared())
 
 
@@ -105,7 +107,60 @@ def warmed(layer, *args, **options):
     """So that the next call replays."""
     for _ in range(2):
         gradients(layer, layer(*args, **options), ())
-    return graphs._kept.replays
+    return kept._kept.replays
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """A layer on a CPU, whose calls are captured."""
+    simulate(monkeypatch, 100)
+    monkeypatch.setattr(sequences, "are_worth", lambda *args: True)
+    monkeypatch.setattr(sequences, "_CALLS", sequences.Prepared())
+
+    def make():
+        layer, x = ostinato.GRU(16, 24), torch.randn(7, 3, 16)
+        for _ in range(3):
+            gradients(layer, layer(x), ())
+        assert kept._kept.replays == 2
+        return layer
+
+    return make
+
+
+def test_hooks_may_keep_results(simulated):
+    layer = simulated()
+    layer.register_forward_hook(lambda layer, _, results: setattr(layer, "results", results))
+    layer(torch.randn(7, 3, 16))
+    assert kept._kept.replays == 3
+    freed = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert freed() is None
+    assert kept._kept._all == []
+
+
+def test_attributes_may_change_before_a_late_backward(simulated):
+    layer, x = simulated(), torch.randn(7, 3, 16)
+    expected = gradients(layer, layer(x), ())
+    results = layer(x)
+    gradients(layer, results, (), retain_graph=True)
+    layer.batch_first, layer.dropout, layer.hidden_size = True, 0.5, 7
+    for found, grad in zip(gradients(layer, results, ()), expected, strict=True):
+        torch.testing.assert_close(found, grad)
+
+
+def test_replaced_parameters_are_freed(simulated):
+    layer = simulated()
+    layer.load_state_dict({name: x.clone() for name, x in layer.state_dict().items()})
+    assert len(kept._kept._all) == 1
+    layer.load_state_dict({name: x.clone() for name, x in layer.state_dict().items()}, assign=True)
+    assert kept._kept._all == []
+
+
+def test_converted_parameters_are_freed(simulated):
+    layer = simulated()
+    layer.double()
+    assert kept._kept._all == []
 
 
 @pytest.mark.gpu
@@ -131,8 +186,8 @@ def test_every_bit_is_that_of_launched_calls(cell, options, dtype, soon):
             for one, two, grad in zip(layer.parameters(), other.parameters(), found, strict=False):
                 one.sub_(grad, alpha=0.1)
                 two.sub_(grad, alpha=0.1)
-    assert graphs._kept.replays == 5 * 4 - 2  # of both kinds of calls the first is launched
-    assert all(all(kept.call._backwards.values()) for kept in graphs._kept._all)
+    assert kept._kept.replays == 5 * 4 - 2  # of both kinds of calls the first is launched
+    assert all(all(x.graphs._backwards.values()) for x in kept._kept._all)
 
 
 @pytest.mark.gpu
@@ -159,7 +214,7 @@ def test_every_bit_without_gradients(cell, options, dtype, soon):
                 weight.neg_()
     for results, expected in kept:
         equal(results, expected)  # which no later call has overwritten
-    assert graphs._kept.replays >= 6 * 3 - 3  # the first call of each mode is launched
+    assert kept._kept.replays >= 6 * 3 - 3  # the first call of each mode is launched
 
 
 @pytest.mark.gpu
@@ -178,7 +233,7 @@ def test_frozen_parameters_and_inputs_without_gradients(soon):
         expected = run()
     for _ in range(4):
         equal(run(), expected)
-    assert graphs._kept.replays == 3
+    assert kept._kept.replays == 3
 
 
 @pytest.mark.gpu
@@ -194,7 +249,7 @@ def test_a_call_before_the_backward_of_another(soon):
     with launched():
         expected = run()
     equal(run(), expected)
-    assert graphs._kept.replays == before + 1  # the second is launched
+    assert kept._kept.replays == before + 1  # the second is launched
     equal(run(), expected)
     results = layer(first)
     del results  # as if it were of no use
@@ -231,7 +286,7 @@ def test_gradients_of_gradients(cell, soon):
         expected = run()
     for y, z in zip(run(), expected, strict=True):
         assert (y is None and z is None) or torch.allclose(y, z, rtol=1e-5, atol=1e-6)
-    assert graphs._kept.replays == before + 1
+    assert kept._kept.replays == before + 1
 
 
 @pytest.mark.gpu
@@ -275,9 +330,9 @@ def test_weights_that_are_moved_before_the_backward(soon):
     before.fill_(float("nan"))
     equal(gradients(layer, results, (x,)), expected)
     before.copy_(layer.weight_hh_l0.data)
-    layer.weight_hh_l0.data, replays = before, graphs._kept.replays
+    layer.weight_hh_l0.data, replays = before, kept._kept.replays
     equal(gradients(layer, layer(x), (x,)), expected)  # launched, as weights that moved may move again
-    assert graphs._kept.replays == replays
+    assert kept._kept.replays == replays
 
 
 @pytest.mark.gpu
@@ -355,14 +410,14 @@ def test_dropout_is_drawn_anew(soon):
     x = input_of(layer)
     outputs = [layer(x)[0] for _ in range(4)]
     assert all(not torch.equal(one, two) for one, two in itertools.pairwise(outputs))
-    assert graphs._kept.replays == 0
+    assert kept._kept.replays == 0
     layer.eval()
     with torch.no_grad():
         with launched():
             expected = flat(*layer(x))
         layer(x)
         equal(flat(*layer(x)), expected)
-    assert graphs._kept.replays == 1
+    assert kept._kept.replays == 1
     layer.train()
     assert not torch.equal(layer(x)[0], layer(x)[0])
 
@@ -372,15 +427,15 @@ def test_graphs_go_with_their_layer_and_its_weights(soon):
     layer = layer_of("GRU")
     x = input_of(layer)
     warmed(layer, x)
-    assert len(graphs._kept._all) == 1
+    assert len(kept._kept._all) == 1
     layer.cpu()
-    assert graphs._kept._all == []
+    assert kept._kept._all == []
     layer.cuda()
     warmed(layer, x)
-    assert len(graphs._kept._all) == 1
+    assert len(kept._kept._all) == 1
     del layer
     gc.collect()
-    assert graphs._kept._all == []
+    assert kept._kept._all == []
 
 
 @pytest.mark.gpu
@@ -393,15 +448,15 @@ def test_what_cannot_be_captured_is_launched(soon, monkeypatch):
     def fail(*args):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(graphs, "_Backward", fail)
+    monkeypatch.setattr(calls, "_Backward", fail)
     for _ in range(4):
         equal(gradients(layer, layer(x), (x,)), expected)
-    assert graphs._kept.replays == 1  # then none, as no backward would follow
-    monkeypatch.setattr(graphs, "_CallGraphs", fail)
+    assert kept._kept.replays == 1  # then none, as no backward would follow
+    monkeypatch.setattr(calls, "CallGraphs", fail)
     other = copy.deepcopy(layer)
     for _ in range(4):
         equal(gradients(other, other(x), (x,)), expected)
-    assert graphs._kept.replays == 1
+    assert kept._kept.replays == 1
 
 
 @pytest.mark.gpu
@@ -425,18 +480,18 @@ def test_a_pool_of_the_callers_does_not_get_the_memory_of_graphs(soon):
 def test_allocators(allocator):
     code = """
 import torch, ostinato
-from ostinato.recurrent import graphs
+from ostinato.cuda_graphs import kept
 layer, x = ostinato.LSTM(16, 24, 2, device="cuda"), torch.randn(7, 3, 16, device="cuda")
 
 def run():
     return torch.autograd.grad(layer(x)[0].square().sum(), list(layer.parameters()))
 
 expected = run()
-for _ in range(graphs.USES + 4):
+for _ in range(kept.USES + 4):
     found = run()
     others = [torch.full_like(y, float("nan")) for y in expected]
     assert all(torch.equal(one, two) for one, two in zip(found, expected))
-print(graphs._kept.replays)
+print(kept._kept.replays)
 """
     settings = {} if allocator == "native" else {"PYTORCH_CUDA_ALLOC_CONF": allocator}
     environment = os.environ | settings

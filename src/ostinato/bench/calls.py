@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ostinato
 from ostinato.bench.measure import Record
-from ostinato.cuda_graph import capture
+from ostinato.cuda_graphs.capture import capture
 
 CALLS, ROUNDS = 50, 20  # calls per sample, fewer than fill a GPU's queue; samples, interleaved over contestants
 UNIT = "torch.add(out=)"

@@ -15,7 +15,7 @@ from torch import Tensor
 from ostinato.bench.check import TOLERANCE, Check, Errors, check_of
 from ostinato.bench.peers import Build, contestants
 from ostinato.bench.workloads import OURS, ParaLayer, RecurrentLayer, Run, Unavailable, Workload, name_of
-from ostinato.recurrent.graphs import USES
+from ostinato.cuda_graphs.kept import USES
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
 SLOW = 0.5  # seconds; slower calls are not repeated

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.kernels.operators.autograd import Gradients, by_autograd
 from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.persistent.backends import gradients_of_step
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.recurrent.cells import Cells
 
-Gradients = Sequence[Tensor | None]
 SavingStep = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Any]
 """A :class:`~ostinato.kernels.persistent.interface.Step` that on a CPU also returns what gradients need."""
 
@@ -64,26 +64,6 @@ class _Differentiable(torch.autograd.Function):
             else:
                 found = _by_kernels(ctx.mode, x, states, weights, grads, needed)
         return None, None, None, None, *found
-
-
-def by_autograd(
-    function: Callable[[list[Tensor]], Sequence[Tensor]],
-    tensors: Sequence[Tensor],
-    grads: Gradients,
-    needed: Sequence[bool],
-) -> Gradients:
-    """The gradients of the tensors that need them, from those of the function's results, if any, by calling it again.
-
-    They are differentiable where gradients are enabled.
-    """
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        own = [tensor.view_as(tensor) for tensor in tensors]  # tells the same tensor given twice apart
-        results = [y for y, grad in zip(function(own), grads, strict=True) if grad is not None]
-        inputs = [tensor for tensor, need in zip(own, needed, strict=True) if need]
-        given = [grad for grad in grads if grad is not None]
-        found = iter(torch.autograd.grad(results, inputs, given, create_graph=create_graph, allow_unused=True))
-    return [next(found) if need else None for need in needed]
 
 
 def _by_cells(cells: Cells, tensors: list[Tensor], states: int, grads: Gradients, needed: Sequence[bool]) -> Gradients:

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
+from ostinato.cuda_graphs.calls import CallGraphs, Run, are_worth, replay
+from ostinato.cuda_graphs.kept import Repeated
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.matmul.precision import autocast_dtype, layers_allow_tf32
@@ -20,7 +22,6 @@ from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.stacks import stacked_layers
 from ostinato.masks import mask_of
 from ostinato.packed import offsets_of
-from ostinato.recurrent.graphs import Graphs, Run, are_worth, replay
 from ostinato.recurrent.rows import as_given, has_several_lengths, in_rows, size_of
 from ostinato.recurrent.torch_layers import takes_as_they_are
 from ostinato.recurrent.weights import MaskedLayers, check_shapes, weights_of
@@ -36,11 +37,13 @@ class KernelCall(NamedTuple):
     training: bool  # whether gradients are needed
     at_once: int  # directions, or stacked layers, that run at the same time
     layers: dict[int, Callable] | None = None  # who computes each layer, by index; None for PyTorch's dispatcher
-    graphs: tuple[Graphs, Run] | None = None  # CUDA graphs of such calls, and what these run, if they are worth any
+    graphs: tuple[Repeated[CallGraphs], Run] | None = None  # of such calls, if they are worth any, and what is captured
 
 
 LEFT_TO_TORCH = KernelCall(batch=0, steps=0, autocast=None, training=False, at_once=0)
 """In place of a call that torch's kernels compute, whose arguments they take as they are."""
+
+_MOST_REPLAYED = 256  # steps: longer sequences take a GPU longer than the host
 
 # Keyed by input, weights, states, resets, and the masks of recurrent weights.
 _CALLS: Prepared[KernelCall | None] = Prepared()
@@ -116,9 +119,11 @@ class SequenceLayers(MaskedLayers):
         """The call with room for its CUDA graphs, if it is one that gains by them."""
         if call is None or call.layers is None or call.autocast or self._buffers:
             return call
-        if is_captured(weights[0].device) or not are_worth(weights, call.batch * call.steps, call.steps):
+        if is_captured(weights[0].device) or call.steps > _MOST_REPLAYED:
             return call
-        return call._replace(graphs=({}, _launcher(self, call)))
+        if not are_worth(weights, call.batch * call.steps):
+            return call
+        return call._replace(graphs=(Repeated(), _launcher(self, call)))
 
     def _find_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.checks import check_tensor
+from ostinato.cuda_graphs.kept import forget
 from ostinato.kernels.operators.export import constant_to_compilers
 from ostinato.kernels.persistent.plan import GATES, KernelPath
 from ostinato.masks import forget_pruned, keep_pruned, kept_weights, mask_name, mask_of, masked
-from ostinato.recurrent.graphs import forget
 from ostinato.recurrent.torch_layers import TorchLayers
 
 

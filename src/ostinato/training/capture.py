@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ostinato.cuda_graph import capture
+from ostinato.cuda_graphs.capture import capture
 
 Differentiated = Callable[[Tensor, Tensor], Tensor]
 """The loss of inputs and targets, detached; the parameters' gradients are in their ``grad``."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.bench.workloads import Run, Unavailable
-from ostinato.cuda_graph import capture
+from ostinato.cuda_graphs.capture import capture
 
 NOT_INSTALLED = " is not installed"  # why a peer is unavailable, after its package's name
 Build = Callable[[Any, tuple[Tensor, ...]], Run]

@@ -1,6 +1,7 @@
 """How functions of tensors become operators that PyTorch differentiates, batches, compiles and exports:
 
 ===============  =================================================================================
+``autograd.py``  gradients of a function that is called again
 ``dispatch.py``  a differentiable operator
 ``several.py``   several calls of one, at the same time
 ``eager.py``     which calls may bypass its registration, and functions prepared for them

@@ -1,50 +1,19 @@
 """When calls are replayed, and what they keep for the backward: by graphs of PyTorch's operations on a CPU."""
 
-import contextlib
 import copy
 import gc
 import threading
 import time
-import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-import ostinato
-from ostinato import cuda_graph
-from ostinato.recurrent import graphs, sequences
+from ostinato.cuda_graphs import calls, capture, function, kept
+from simulated_graphs import Recorded, simulate
 
 BYTES = 2 * (3 + 3 * 3) * 4 * 4 * 2  # of a call: as many as are estimated
-
-
-class Recorded(TorchDispatchMode):
-    """In place of a CUDA graph: all operations, which a replay runs on the same memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, results))
-        return results
-
-    @torch.no_grad()
-    def replay(self):
-        for func, args, kwargs, results in self.operations:
-            for before, now in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(before, torch.Tensor):
-                    before.data.copy_(now)
-
-
-@contextlib.contextmanager
-def recorded(device, pool):
-    with Recorded() as graph:
-        yield graph
 
 
 class Layer(nn.Module):
@@ -53,7 +22,7 @@ class Layer(nn.Module):
     def __init__(self, width=3):
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(width, width) / 2) for _ in range(2)])
-        self.graphs = {}
+        self.calls = kept.Repeated()
 
     def __deepcopy__(self, memo):
         other = Layer()
@@ -73,20 +42,13 @@ class Layer(nn.Module):
     def forward(self, x, *states, resets=None):
         weights, states = [*self.weights], [*states]
         training = torch.is_grad_enabled()
-        found = graphs.replay(self.graphs, self.launched, self, x, states, weights, resets, training)
+        found = calls.replay(self.calls, self.launched, self, x, states, weights, resets, training)
         return self.launched(x, states, weights, resets) if found is None else found
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(graphs, "captured", recorded)
-    monkeypatch.setattr(graphs, "bytes_of", lambda pool, result: BYTES)
-    monkeypatch.setattr(graphs, "check_launches", lambda device: None)
-    monkeypatch.setattr(graphs, "USES", 1)
-    monkeypatch.setattr(graphs, "_kept", graphs._AllKept())
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    simulate(monkeypatch, BYTES)
     torch.manual_seed(0)
 
 
@@ -113,7 +75,7 @@ def warmed(layer, x):
     """So that the next call replays."""
     for _ in range(2):
         gradients(layer, layer(x))
-    return graphs._kept.replays
+    return kept._kept.replays
 
 
 @pytest.mark.parametrize("given", ["input", "state", "resets"])
@@ -131,20 +93,20 @@ def test_results_and_gradients_are_those_of_launched_calls(given):
         with torch.no_grad():
             for weight, grad in zip(layer.weights, found[-2:], strict=True):
                 weight.sub_(grad)
-    assert graphs._kept.replays == 6 * 3 - 1
-    assert all(all(kept.call._backwards.values()) for kept in graphs._kept._all)
+    assert kept._kept.replays == 6 * 3 - 1
+    assert all(all(x.graphs._backwards.values()) for x in kept._kept._all)
 
 
 def test_results_without_gradients_are_not_overwritten():
-    layer, kept = Layer(), []
+    layer, pairs = Layer(), []
     for seed in range(4):
         x = x_of(seed)
         with torch.no_grad() if seed % 2 else torch.inference_mode():
-            kept.append((layer(x), layer.launched(x, [], [*layer.weights], None)))
-    for results, expected in kept:
+            pairs.append((layer(x), layer.launched(x, [], [*layer.weights], None)))
+    for results, expected in pairs:
         assert_equal(results, expected)
         assert not any(y.requires_grad for y in results)
-    assert graphs._kept.replays == 3
+    assert kept._kept.replays == 3
 
 
 def test_a_call_before_the_backward_of_another_is_launched():
@@ -152,22 +114,22 @@ def test_a_call_before_the_backward_of_another_is_launched():
     before = warmed(layer, first)
     for times in (1, 2):
         one, two = layer(first), layer(second)
-        assert graphs._kept.replays == before + times
+        assert kept._kept.replays == before + times
         assert_equal(gradients(layer, one, first), expected_of(layer, first))
         assert_equal(gradients(layer, two, second), expected_of(layer, second))
     unused = layer(first)
     layer(second)
-    assert graphs._kept.replays == before + 3
+    assert kept._kept.replays == before + 3
     del unused
     assert_equal(gradients(layer, layer(first), first), expected_of(layer, first))
-    assert graphs._kept.replays == before + 4
+    assert kept._kept.replays == before + 4
 
 
 def test_a_backward_may_come_twice_and_late(monkeypatch):
     layer, x, other = Layer(), x_of(1), x_of(2)
     warmed(layer, x)
-    replayed, replay = [], graphs._Backward.replay
-    monkeypatch.setattr(graphs._Backward, "replay", lambda *args: replayed.append(args) or replay(*args))
+    replayed, replay = [], calls._Backward.replay
+    monkeypatch.setattr(calls._Backward, "replay", lambda *args: replayed.append(args) or replay(*args))
     results = layer(x)
     assert_equal(gradients(layer, results, x, retain_graph=True), expected_of(layer, x))
     assert len(replayed) == 1
@@ -233,7 +195,7 @@ def test_weights_that_are_elsewhere_in_the_backward():
     old.copy_(layer.weights[1].data)
     layer.weights[1].data = old
     assert_equal(gradients(layer, layer(x), x), expected)
-    assert graphs._kept.replays == before + 1  # not the last: weights that moved may move again
+    assert kept._kept.replays == before + 1  # not the last: weights that moved may move again
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -259,7 +221,7 @@ def test_a_backward_inside_a_capture_is_launched(monkeypatch):
     warmed(layer, x)
     results = layer(x)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(graphs._CallGraphs, "backward", None)
+    monkeypatch.setattr(calls.CallGraphs, "backward", None)
     assert_equal(gradients(layer, results, x), expected_of(layer, x))
 
 
@@ -298,37 +260,37 @@ def test_threads_share_a_layer(trained, monkeypatch):
 
 def test_memory_is_bounded_and_freed_with_the_layer(monkeypatch):
     layers, x = [Layer() for _ in range(3)], x_of()
-    monkeypatch.setattr(graphs, "MOST_KEPT", 2 * BYTES)
+    monkeypatch.setattr(kept, "MOST_KEPT", 2 * BYTES)
     assert [warmed(layer, x) for layer in layers] == [1, 2, 2]  # no room for the third
-    assert [kept.call.bytes for kept in graphs._kept._all] == [BYTES] * 2
+    assert [x.graphs.bytes for x in kept._kept._all] == [BYTES] * 2
     del layers[0]
     gc.collect()
-    assert len(graphs._kept._all) == 1
-    graphs.forget(layers[0])
-    assert graphs._kept._all == []
-    assert layers[0].graphs == {}
+    assert len(kept._kept._all) == 1
+    kept.forget(layers[0])
+    assert kept._kept._all == []
+    assert layers[0].calls.found == {}
     assert warmed(layers[0], x) == 3
-    monkeypatch.setattr(graphs, "MOST_KEPT", BYTES)
-    monkeypatch.setattr(graphs, "_STALE", 1)
+    monkeypatch.setattr(kept, "MOST_KEPT", BYTES)
+    monkeypatch.setattr(kept, "_STALE", 1)
     assert warmed(Layer(), x) == 3  # the last replay is of the other
     gradients(layers[0], layers[0](x))
     assert warmed(layer := Layer(), x) == 4
-    graphs._kept.replays += 1
+    kept._kept.replays += 1
     assert warmed(layer := copy.deepcopy(layer), x) == 6  # in place of one that was not used for long
-    assert layers[0].graphs == {}
+    assert layers[0].calls.found == {}
 
 
 def test_counts_are_bounded(monkeypatch):
-    monkeypatch.setattr(graphs, "_MOST_COUNTED", 3)
+    monkeypatch.setattr(kept, "_MOST_COUNTED", 3)
     layer, x = Layer(), x_of()
     warmed(layer, x)
-    kept = {}
+    before = []
     for _ in range(5):
-        kept[len(kept)] = layer.weights[1].data
+        before.append(layer.weights[1].data)
         layer.weights[1].data = layer.weights[1].data.clone()
         layer(x)
-    assert len(layer.graphs) <= 3
-    assert sum(isinstance(x, graphs._CallGraphs) for x in layer.graphs.values()) == 1
+    assert len(layer.calls.found) <= 3
+    assert sum(isinstance(x, calls.CallGraphs) for x in layer.calls.found.values()) == 1
 
 
 def test_what_cannot_be_captured_is_launched(monkeypatch):
@@ -338,15 +300,15 @@ def test_what_cannot_be_captured_is_launched(monkeypatch):
     def fail(*args):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(graphs, "_Backward", fail)
+    monkeypatch.setattr(calls, "_Backward", fail)
     for _ in range(4):
         assert_equal(gradients(layer, layer(x), x), expected)
-    assert graphs._kept.replays == 1  # then none, as no backward would follow
-    monkeypatch.setattr(graphs, "_CallGraphs", fail)
+    assert kept._kept.replays == 1  # then none, as no backward would follow
+    monkeypatch.setattr(calls, "CallGraphs", fail)
     other = copy.deepcopy(layer)
     for _ in range(4):
         assert_equal(gradients(other, other(x), x), expected)
-    assert graphs._kept.replays == 1
+    assert kept._kept.replays == 1
 
 
 def test_gradients_may_be_changed_one_by_one():
@@ -382,125 +344,75 @@ def test_weights_before_are_freed():
         layer.weights[1].data = layer.weights[1].data.clone()
         before, expected = warmed(layer, x), expected_of(layer, x)
         assert_equal(gradients(layer, layer(x), x), expected)
-        assert graphs._kept.replays == before + 1
-        assert [kept.key for kept in graphs._kept._all] == [graphs._addresses_of([*layer.weights])]
+        assert kept._kept.replays == before + 1
+        assert [x.key for x in kept._kept._all] == [calls.addresses_of([*layer.weights])]
 
 
 def test_a_backward_is_captured_only_of_weights_that_have_not_moved():
     layer, x = Layer(), x_of()
     layer(x)
     results = layer(x)
-    (kept,) = graphs._kept._all
-    kept.call._leaves[-1].data = torch.zeros(3, 3)  # as a shard's, whose memory is another's now
+    (own,) = kept._kept._all
+    own.graphs._leaves[-1].data = torch.zeros(3, 3)  # as a shard's, whose memory is another's now
     assert_equal(gradients(layer, results, x), expected_of(layer, x))
-    assert graphs._kept._all == []
-    assert [*layer.graphs.values()] == [None]
+    assert kept._kept._all == []
+    assert [*layer.calls.found.values()] == [None]
 
 
 def test_graphs_without_memory_of_their_own_are_dropped(monkeypatch):
     segments = [{"segment_pool_id": (0, 0), "address": 0, "total_size": 64}]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    monkeypatch.setattr(graphs, "bytes_of", cuda_graph.bytes_of)
+    for module in (calls, function):
+        monkeypatch.setattr(module, "bytes_of", capture.bytes_of)
     layer, x = Layer(), x_of()
     expected = expected_of(layer, x)
     for _ in range(3):
         assert_equal(gradients(layer, layer(x), x), expected)
-    assert graphs._kept.replays == 0
+    assert kept._kept.replays == 0
     result = torch.ones(16)
     segments.append({"segment_pool_id": (0, 0), "address": result.data_ptr(), "total_size": 4})
-    assert cuda_graph.bytes_of((0, 0), result) == 68
+    assert capture.bytes_of((0, 0), result) == 68
     with pytest.raises(RuntimeError, match="not its own"):
-        cuda_graph.bytes_of((0, 1), result)
+        capture.bytes_of((0, 1), result)
     with pytest.raises(RuntimeError, match="not its own"):
-        cuda_graph.bytes_of((0, 0), result[1:])
+        capture.bytes_of((0, 0), result[1:])
 
 
 def test_others_launch_while_a_call_is_captured(monkeypatch):
     layer, x, seen = Layer(), x_of(), []
-    captured_call = graphs._captured_call
+    captured_call = calls.CallGraphs
 
     def captured(*args):
-        seen.append([*layer.graphs.values()])
+        seen.append([*layer.calls.found.values()])
         layer(x)
         return captured_call(*args)
 
-    monkeypatch.setattr(graphs, "_captured_call", captured)
+    monkeypatch.setattr(calls, "CallGraphs", captured)
     warmed(layer, x)
     assert seen == [[None]]
-    assert graphs._kept.replays == 1
-
-
-@pytest.fixture
-def real(monkeypatch):
-    """A layer of the library, whose calls are captured."""
-    monkeypatch.setattr(sequences, "are_worth", lambda *args: True)
-    monkeypatch.setattr(sequences, "_CALLS", sequences.Prepared())
-
-    def make():
-        layer, x = ostinato.GRU(16, 24), torch.randn(7, 3, 16)
-        for _ in range(3):
-            gradients(layer, layer(x))
-        assert graphs._kept.replays == 2
-        return layer
-
-    return make
-
-
-def test_hooks_may_keep_results(real):
-    layer = real()
-    layer.register_forward_hook(lambda layer, _, results: setattr(layer, "results", results))
-    layer(torch.randn(7, 3, 16))
-    assert graphs._kept.replays == 3
-    freed = weakref.ref(layer)
-    del layer
-    gc.collect()
-    assert freed() is None
-    assert graphs._kept._all == []
-
-
-def test_attributes_may_change_before_a_late_backward(real):
-    layer, x = real(), torch.randn(7, 3, 16)
-    expected = gradients(layer, layer(x))
-    results = layer(x)
-    gradients(layer, results, retain_graph=True)
-    layer.batch_first, layer.dropout, layer.hidden_size = True, 0.5, 7
-    for found, grad in zip(gradients(layer, results), expected, strict=True):
-        torch.testing.assert_close(found, grad)
-
-
-def test_replaced_parameters_are_freed(real):
-    layer = real()
-    layer.load_state_dict({name: x.clone() for name, x in layer.state_dict().items()})
-    assert len(graphs._kept._all) == 1
-    layer.load_state_dict({name: x.clone() for name, x in layer.state_dict().items()}, assign=True)
-    assert graphs._kept._all == []
-
-
-def test_converted_parameters_are_freed(real):
-    layer = real()
-    layer.double()
-    assert graphs._kept._all == []
+    assert kept._kept.replays == 1
 
 
 def test_the_memory_of_a_backward_counts(monkeypatch):
     memory = iter([7, 11, 13])
-    monkeypatch.setattr(graphs, "bytes_of", lambda pool, result: next(memory))
+    for module in (calls, function):
+        monkeypatch.setattr(module, "bytes_of", lambda pool, result: next(memory))
     layer, x = Layer(), x_of()
     layer(x)
     results = layer(x)
-    (kept,) = graphs._kept._all
-    assert kept.call.bytes == 7
+    (own,) = kept._kept._all
+    assert own.graphs.bytes == 7
     gradients(layer, results)
-    assert kept.call.bytes == 11
+    assert own.graphs.bytes == 11
     gradients(layer, layer(x), chosen=(0,))  # another graph
-    assert kept.call.bytes == 13
+    assert own.graphs.bytes == 13
 
 
 def test_many_equal_layers():
-    layers, shared = [Layer() for _ in range(200)], {}
+    layers, shared = [Layer() for _ in range(200)], kept.Repeated()
     with torch.no_grad():
         for _ in range(2):
             for layer in layers:
-                layer.graphs = shared
+                layer.calls = shared
                 layer(x_of())
-    assert graphs._kept.replays == 200
+    assert kept._kept.replays == 200

@@ -1,0 +1,9 @@
+"""CUDA graphs, which the host launches as a whole:
+
+===============  ========================================================
+``capture.py``   how a function is captured
+``function.py``  a function in a graph, called as any other
+``kept.py``      calls that repeat, and the memory that their graphs keep
+``calls.py``     calls of small layers, and their backward
+===============  ========================================================
+"""

@@ -1,0 +1,237 @@
+"""Small layers on a GPU: calls that are repeated become CUDA graphs, which the host launches as a whole.
+
+The kernels of a small layer take less time than the host needs to launch them, and several layers or directions have
+many.  Once calls with the same sizes and weights have come often enough, they are captured, with memory of their own:
+from then on a call copies its input there, replays, and copies its results.  So is the backward.  The kernels are those
+of the calls before, and so is every bit of their results.
+
+What the graphs keep for the backward is that of the last call.  A call that comes before the backward of the one
+before it is therefore launched as usual, and a backward that comes too late, or a second time, computes its forward
+again.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.cuda_graphs.capture import Pool, bytes_of, captured
+from ostinato.cuda_graphs.function import CapturedFunction
+from ostinato.cuda_graphs.kept import KeptGraphs, Repeated
+from ostinato.kernels.operators.autograd import by_autograd
+from ostinato.kernels.operators.dispatch import apply_of, autograd_function
+from ostinato.kernels.operators.eager import is_eager
+from ostinato.kernels.persistent.backends import check_launches
+
+Run = Callable[[Tensor, list[Tensor], list[Tensor], Tensor | None], list[Tensor]]
+"""A launched call: the output and last states, of the input, the states, the weights and resets."""
+
+MOST_BYTES = 128 << 20  # that a call keeps for its backward
+_DEFAULT_STREAM = 0
+
+
+def are_worth(weights: Sequence[Tensor], rows: int) -> bool:
+    """Whether calls of so many rows are captured: those of a small layer with parameters that stay where they are.
+
+    None are if the environment variable ``OSTINATO_CUDA_GRAPHS`` is 0.
+    """
+    if os.environ.get("OSTINATO_CUDA_GRAPHS") == "0":
+        return False
+    if not weights[0].is_cuda or torch.cuda.get_allocator_backend() != "native":  # others end the process in a capture
+        return False
+    return all(type(x) is nn.Parameter for x in weights) and _bytes_of(weights, rows) <= MOST_BYTES
+
+
+def _bytes_of(weights: Sequence[Tensor], rows: int) -> int:
+    """About how many a call of so many rows keeps: of every gate one number, and of every unit some more."""
+    return sum((x.shape[0] + 3 * x.shape[1]) * x.itemsize for x in weights if x.dim() == 2) * rows
+
+
+class CallGraphs(KeptGraphs):
+    """A call, and its backward, captured with memory of their own."""
+
+    def __init__(self, run: Run, tensors: list[Tensor], states: int, resets: Tensor | None) -> None:
+        self._device, self._pool = tensors[0].device, torch.cuda.graph_pool_handle()
+        self.states, first = states, 1 + states
+        self._addresses = addresses_of(tensors[first:])  # where the weights are read
+        # The data of tensors have no count of changes, by which autograd would refuse the backward.
+        data = [x.data if i >= first else x.detach().clone() for i, x in enumerate(tensors)]
+        self._leaves = [x.requires_grad_(given.requires_grad) for x, given in zip(data, tensors, strict=True)]
+        self._given, self._resets = [x.data for x in self._leaves[:first]], None if resets is None else resets.clone()
+        self._backwards: dict[tuple[bool, ...], _Backward | None] = {}
+        self._lock, self._version = threading.Lock(), 0  # of the memory
+        self._use: weakref.ref[_Use] | None = None
+        with captured(self._device, self._pool) as self._graph:
+            x, *others = self._leaves
+            self._results = run(x, others[:states], others[states:], self._resets)
+        self._outputs = [y.data for y in self._results]
+        self.bytes = bytes_of(self._pool, self._results[0])
+
+    def claim(self) -> "_Use | None":
+        """The right to the memory; None while the call before may have its backward yet."""
+        with self._lock:
+            if self._use is not None and self._use() is not None:
+                return None
+            use = _Use()
+            self._use = weakref.ref(use)
+            return use
+
+    def forward(self, tensors: Sequence[Tensor], resets: Tensor | None) -> tuple[list[Tensor], int]:
+        """The results, and the version of the memory, which the backward needs."""
+        check_launches(self._device)
+        with self._lock:
+            torch._foreach_copy_(self._given, [*tensors[: len(self._given)]])
+            if self._resets is not None and resets is not None:
+                self._resets.data.copy_(resets)
+            self._graph.replay()
+            self._version += 1
+            self.count_replay()
+            results = [torch.empty_like(y) for y in self._outputs]
+            torch._foreach_copy_(results, self._outputs)
+            return results, self._version
+
+    def backward(
+        self, version: int, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None] | None:
+        """The gradients of the tensors, None for those that need none.
+
+        Or None if the memory is another call's.  The graphs are given up if there can be none of the backward, or if
+        weights have been moved, as shards are when gathered again.
+        """
+        check_launches(self._device)
+        with self._lock:
+            if self._addresses != addresses_of(tensors[1 + self.states :]):
+                self.give_up()
+                return None
+            if self._version != version:
+                return None
+            self._version += 1  # nothing says that kernels leave whole what they have read for the last time
+            self._use = None
+            present = tuple([grad is not None for grad in grads])
+            if present not in self._backwards:
+                self._backwards[present] = self._captured_backward(present)
+            found = self._backwards[present]
+            if found is None:
+                self.give_up()
+                return None
+            return found.replay([grad for grad in grads if grad is not None])
+
+    def _captured_backward(self, present: tuple[bool, ...]) -> "_Backward | None":
+        if self._addresses != addresses_of(self._leaves[1 + self.states :]):
+            return None  # those of the first call have moved, and others are in their place
+        try:
+            found = _Backward(
+                [y for y, is_present in zip(self._results, present, strict=True) if is_present],
+                self._leaves,
+                self._pool,
+            )
+        except RuntimeError:  # as where memory is short
+            return None
+        self.bytes = found.bytes
+        return found
+
+
+class _Use:
+    """The right to the memory of a call's graphs, as long as autograd may ask for the backward."""
+
+
+class _Backward:
+    """The gradients of the leaves, of those of results."""
+
+    def __init__(self, results: list[Tensor], leaves: list[Tensor], pool: Pool) -> None:
+        needed = [x for x in leaves if x.requires_grad]
+        given = [torch.zeros_like(y) for y in results]
+        of_needed: list[bool] = []
+
+        def differentiate() -> list[Tensor]:
+            found = torch.autograd.grad(results, needed, given, retain_graph=True, allow_unused=True)
+            of_needed[:] = [grad is not None for grad in found]
+            return [grad for grad in found if grad is not None]
+
+        with torch.autograd.set_multithreading_enabled(False):
+            self._gradients = CapturedFunction(differentiate, given, pool)
+        are_found = iter(of_needed)
+        self._is_found = [x.requires_grad and next(are_found) for x in leaves]
+        self.bytes = self._gradients.bytes
+
+    def replay(self, grads: list[Tensor]) -> list[Tensor | None]:
+        found = iter(self._gradients(grads))
+        return [next(found) if is_found else None for is_found in self._is_found]
+
+
+def replay(
+    calls: Repeated[CallGraphs],
+    run: Run,
+    layer: nn.Module,
+    x: Tensor,
+    states: list[Tensor],
+    weights: list[Tensor],
+    resets: Tensor | None,
+    training: bool,
+) -> Sequence[Tensor] | None:
+    """The results of a call by its graphs; None if it has none, or not yet, and is to be launched."""
+    if not on_default_stream(x):
+        return None
+    if training and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None  # such as a checkpoint's, to which both of its calls must save the same
+
+    def capture() -> CallGraphs:
+        differentiable = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(differentiable):
+            return CallGraphs(run, [x, *states, *weights], len(states), resets)
+
+    bytes_needed = _bytes_of(weights, x.numel() // x.shape[-1])
+    found = calls.graphs_of(addresses_of(weights), capture, bytes_needed, layer)
+    if found is None:
+        return None
+    if not training:
+        return found.forward([x, *states], resets)[0]
+    if (use := found.claim()) is None:
+        return None
+    results: Sequence[Tensor] = _apply(found, use, run, resets, x, *states, *weights)
+    return results
+
+
+def on_default_stream(x: Tensor) -> bool:
+    """All graphs share the memory that cuBLAS works in, so they must not run at the same time."""
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) == _DEFAULT_STREAM
+
+
+def addresses_of(weights: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple([x.data_ptr() for x in weights])
+
+
+def _forward(
+    ctx: Any, graphs: CallGraphs, use: _Use, run: Run, resets: Tensor | None, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    results, ctx.version = graphs.forward(tensors, resets)
+    ctx.graphs, ctx.use, ctx.run = graphs, use, run
+    ctx.save_for_backward(*tensors, resets)
+    ctx.set_materialize_grads(False)
+    return tuple(results)
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, resets = ctx.saved_tensors
+    if all(grad is None for grad in grads):
+        return (None,) * len(ctx.needs_input_grad)
+    found: Any = None
+    if not torch.is_grad_enabled() and is_eager(grads) and not torch.cuda.is_current_stream_capturing():
+        found = ctx.graphs.backward(ctx.version, tensors, grads)
+    if found is None:
+        run, first = ctx.run, 1 + ctx.graphs.states
+
+        def launched(own: list[Tensor]) -> list[Tensor]:
+            return run(own[0], own[1:first], own[first:], resets)
+
+        # Compiled autograd would follow the launches, and lose all gradients.
+        differentiate = torch.compiler.disable(by_autograd) if torch.compiler.is_compiling() else by_autograd
+        found = differentiate(launched, tensors, grads, ctx.needs_input_grad[-len(tensors) :])
+    return None, None, None, None, *found
+
+
+_apply = apply_of(autograd_function("replayed", forward=_forward, backward=_backward))

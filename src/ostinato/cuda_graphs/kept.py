@@ -1,0 +1,124 @@
+"""Calls that repeat: from when on they have graphs, and how much memory all of these keep."""
+
+import weakref
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from torch import nn
+
+USES = 16  # of equal calls before they are captured: more than most warm-ups of other captures
+MOST_KEPT = 512 << 20  # bytes of all graphs
+_STALE = 4096  # replays of others, after which graphs may make room
+_MOST_COUNTED = 512  # of calls of the same sizes, as of equal layers; graphs of as many have no room
+
+
+class KeptGraphs:
+    """Graphs with memory of their own."""
+
+    bytes = 0
+    last_replay = 0
+
+    def count_replay(self) -> None:
+        _kept.replays += 1
+        self.last_replay = _kept.replays
+
+    def give_up(self) -> None:
+        """Free these graphs, whose call is launched from now on."""
+        _kept.give_up(self)
+
+
+G = TypeVar("G", bound=KeptGraphs)
+
+
+class Repeated(Generic[G]):
+    """Calls of the same sizes, by what else tells them apart: how often one has come, then its graphs, or None."""
+
+    def __init__(self) -> None:
+        self.found: dict[Hashable, int | G | None] = {}
+
+    def graphs_of(
+        self, key: Hashable, capture: Callable[[], G], bytes_needed: int, layer: nn.Module | None = None
+    ) -> G | None:
+        """The graphs of a call, which are captured once it has come often enough.
+
+        None if it has none: not yet, or as it cannot be captured, which is a RuntimeError, or as the others leave no
+        room.  They go with the layer, if one is given, whose weights would be kept too.
+        """
+        found = self.found.get(key, 0)
+        if type(found) is not int:
+            return found  # type: ignore[return-value]
+        if found < USES:
+            if not found and len(self.found) >= _MOST_COUNTED:
+                for counted, uses in list(self.found.items()):
+                    if type(uses) is int:
+                        self.found.pop(counted, None)
+            self.found[key] = found + 1
+            return None
+        self.found[key] = None  # other threads launch meanwhile
+        if _kept.make_room(bytes_needed):
+            with suppress(RuntimeError):
+                self.found[key] = graphs = capture()
+                _kept.add(graphs, self.found, key, layer)
+                return graphs
+        return None
+
+
+class _Kept(NamedTuple):
+    """Graphs, and where they are found."""
+
+    graphs: KeptGraphs
+    found: dict[Hashable, Any]
+    key: Hashable
+    layer: Callable[[], nn.Module | None]
+
+
+def _is_of(graphs: KeptGraphs) -> Callable[[_Kept], bool]:
+    return lambda kept: kept.graphs is graphs
+
+
+class _AllKept:
+    """All graphs that there are, whose memory is bounded."""
+
+    def __init__(self) -> None:
+        self.replays, self._all = 0, list[_Kept]()
+
+    def drop(self, is_meant: Callable[[_Kept], bool]) -> list[_Kept]:
+        """Free some of the graphs, which are returned; their calls are counted anew."""
+        dropped = [*filter(is_meant, self._all[:])]
+        for kept in dropped:
+            with suppress(ValueError):  # another thread, or the collection of garbage, may have come first
+                self._all.remove(kept)
+            kept.found.pop(kept.key, None)
+        return dropped
+
+    def give_up(self, graphs: KeptGraphs) -> None:
+        for kept in self.drop(_is_of(graphs)):
+            kept.found[kept.key] = None
+
+    def make_room(self, bytes_needed: int) -> bool:
+        """Whether there is room, of graphs that have not been used for long, too."""
+        while (all_kept := self._all[:]) and sum(kept.graphs.bytes for kept in all_kept) + bytes_needed > MOST_KEPT:
+            oldest = min(all_kept, key=lambda kept: kept.graphs.last_replay)
+            if self.replays - oldest.graphs.last_replay < _STALE:
+                return False
+            self.drop(_is_of(oldest.graphs))
+        return True
+
+    def add(self, graphs: KeptGraphs, found: dict[Hashable, Any], key: Hashable, layer: nn.Module | None) -> None:
+        of_layer: Callable[[], nn.Module | None] = lambda: None  # noqa: E731
+        if layer is not None:
+            for kept in self._all[:]:
+                if kept.layer() is layer and kept.key != key:  # its weights before, which are kept too
+                    self.give_up(kept.graphs)
+            of_layer = weakref.ref(layer, lambda _: self.drop(_is_of(graphs)))
+        graphs.last_replay = self.replays
+        self._all.append(_Kept(graphs, found, key, of_layer))
+
+
+_kept = _AllKept()
+
+
+def forget(layer: nn.Module) -> None:
+    """Free the graphs of a layer, which keep its weights in memory, where these will be elsewhere."""
+    _kept.drop(lambda kept: kept.layer() is layer)

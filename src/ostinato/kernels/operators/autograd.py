@@ -1,0 +1,28 @@
+"""The gradients of a function that is called again."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Gradients = Sequence[Tensor | None]
+
+
+def by_autograd(
+    function: Callable[[list[Tensor]], Sequence[Tensor]],
+    tensors: Sequence[Tensor],
+    grads: Gradients,
+    needed: Sequence[bool],
+) -> Gradients:
+    """The gradients of the tensors that need them, from those of the function's results, if any, by calling it again.
+
+    They are differentiable where gradients are enabled.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        own = [tensor.view_as(tensor) for tensor in tensors]  # tells the same tensor given twice apart
+        results = [y for y, grad in zip(function(own), grads, strict=True) if grad is not None]
+        inputs = [tensor for tensor, need in zip(own, needed, strict=True) if need]
+        given = [grad for grad in grads if grad is not None]
+        found = iter(torch.autograd.grad(results, inputs, given, create_graph=create_graph, allow_unused=True))
+    return [next(found) if need else None for need in needed]

@@ -1,0 +1,48 @@
+"""CUDA graphs of PyTorch's operations on a CPU."""
+
+import contextlib
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ostinato.cuda_graphs import calls, function, kept
+
+
+class Recorded(TorchDispatchMode):
+    """In place of a CUDA graph: all operations, which a replay runs on the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, results))
+        return results
+
+    @torch.no_grad()
+    def replay(self):
+        for func, args, kwargs, results in self.operations:
+            for before, now in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(before, torch.Tensor):
+                    before.data.copy_(now)
+
+
+@contextlib.contextmanager
+def recorded(device, pool):
+    with Recorded() as graph:
+        yield graph
+
+
+def simulate(monkeypatch, bytes_of_graphs):
+    """Graphs on a CPU, each of which keeps so much memory, from the second equal call on."""
+    for module in (calls, function):
+        monkeypatch.setattr(module, "captured", recorded)
+        monkeypatch.setattr(module, "bytes_of", lambda pool, result: bytes_of_graphs)
+    monkeypatch.setattr(calls, "check_launches", lambda device: None)
+    monkeypatch.setattr(kept, "USES", 1)
+    monkeypatch.setattr(kept, "_kept", kept._AllKept())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
