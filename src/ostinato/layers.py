@@ -28,6 +28,8 @@ from ostinato.checks import (
     check_tensor,
     check_unsharded,
 )
+from ostinato.cuda_graphs.kept import FreesGraphs
+from ostinato.cuda_graphs.stacked import replayed
 from ostinato.kernels.operators.export import node_of, proxy_among, refuse_script
 from ostinato.kernels.scan import BACKENDS
 from ostinato.packed import offsets_of
@@ -47,7 +49,7 @@ class LayerCall(Protocol[State]):
     ) -> tuple[PackedSequence, State]: ...
 
 
-class StackedLayers(nn.Module, Generic[State]):
+class StackedLayers(FreesGraphs, Generic[State]):
     """Stacked layers in one direction or two, without the computation of a layer.
 
     A subclass defines the shapes of a layer's parameters in :meth:`_parameter_shapes` and its computation in
@@ -56,6 +58,9 @@ class StackedLayers(nn.Module, Generic[State]):
     """
 
     states = 1  # tensors per state; several are a tuple, as torch.nn.LSTM's
+    settings: tuple[str, ...] = (  # the attributes on which the computation depends, but for parameters
+        *("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", "backend"),
+    )
     weight_ih_l0: Tensor
     backend: str
     sequence_group: Callable[[], ProcessGroup] | None = None  # over whose processes sequences are sharded
@@ -90,14 +95,20 @@ class StackedLayers(nn.Module, Generic[State]):
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.bias, self.batch_first, self.dropout, self.bidirectional = bias, batch_first, float(dropout), bidirectional
         self.backend = backend
-        for layer in range(num_layers):
-            width = input_size if layer == 0 else hidden_size * self.num_directions
+        for name, shape in self._shapes_by_name().items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def _shapes_by_name(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all parameters."""
+        shapes = {}
+        for layer in range(self.num_layers):
+            width = self.input_size if layer == 0 else self.hidden_size * self.num_directions
             for suffix in self._parameter_suffixes(layer):
                 for name, shape in self._parameter_shapes(width).items():
-                    if bias or not name.startswith("bias"):
-                        parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-                        self.register_parameter(f"{name}_{suffix}", parameter)
-        self.reset_parameters()
+                    if self.bias or not name.startswith("bias"):
+                        shapes[f"{name}_{suffix}"] = shape
+        return shapes
 
     def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters of a layer and direction whose input has `width` channels."""
@@ -167,7 +178,8 @@ class StackedLayers(nn.Module, Generic[State]):
             hx = each(lambda state: state.unsqueeze(1), hx)
         if resets is not None and not batched:
             resets = resets.unsqueeze(batch_dim)
-        output, h_n = self._run_layers(x, hx, None, resets, self.batch_first)
+        found = replayed(self, x, hx, resets)
+        output, h_n = self._run_layers(x, hx, None, resets, self.batch_first) if found is None else found
         return (output, h_n) if batched else (output.squeeze(batch_dim), each(lambda state: state.squeeze(1), h_n))
 
     forward.__qualname__ = "forward"  # in Python's errors, in place of a class that no user wrote

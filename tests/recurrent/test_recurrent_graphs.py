@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ostinato
 from ostinato.cuda_graphs import calls, kept
-from ostinato.recurrent import sequences
+from ostinato.recurrent import gradients as step_gradients
+from ostinato.recurrent import sequences, steps
 from ostinato.states import each
 from simulated_graphs import simulate
 
@@ -87,6 +88,7 @@ def soon(monkeypatch):
     monkeypatch.setattr(kept, "USES", 1)
     monkeypatch.setattr(kept, "_kept", kept._AllKept())
     monkeypatch.setattr(sequences, "_CALLS", sequences.Prepared())
+    monkeypatch.setattr(steps, "_STEPS", steps.Prepared())
 
 
 @contextlib.contextmanager
@@ -161,6 +163,101 @@ def test_converted_parameters_are_freed(simulated):
     layer = simulated()
     layer.double()
     assert kept._kept._all == []
+
+
+def loop(layer, seed):
+    """The outputs of steps, with a state that is given, and gradients of the parameters, the input and that state."""
+    x, state = input_of(layer, seed), states_of(layer, seed)
+    hidden, outputs = state, []
+    for t in range(STEPS):
+        y, hidden = layer.step(x[t], hidden)
+        outputs.append(y)
+    return [*outputs, *gradients(layer, (*outputs, hidden), (x, state), chosen=range(1, STEPS + 2))]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 3}, {"bias": False}], ids=["one layer", "three", "no biases"])
+def test_gradients_of_steps_in_simulated_graphs(options, monkeypatch):
+    simulate(monkeypatch, 100)
+    layer = ostinato.RNN(INPUT, HIDDEN, **options)
+    weights = [x.detach() for x in layer.parameters()]
+    step = step_gradients._Step("RNN_TANH", None, None, kept.Repeated())
+    layers, needed = layer.num_layers, (True,) * (2 + len(weights))
+    for seed, present in enumerate([(True, False)] * 4 + [(False, True), (True, True)] * 3):
+        torch.manual_seed(seed)
+        shapes = (BATCH, INPUT), (layers, BATCH, HIDDEN), (BATCH, HIDDEN), (layers, BATCH, HIDDEN)
+        x, h, *grads = map(torch.randn, shapes)
+        grads = [grad if is_present else None for grad, is_present in zip(grads, present, strict=True)]
+        expected = step_gradients._by_kernels("RNN_TANH", x, [h], weights, grads, needed)
+        graph = step_gradients._graph_of(step, x, [h], weights, grads, needed)
+        if graph is not None:
+            equal(graph.replay(x, [h], grads), expected)
+    assert kept._kept.replays == 3 + 2 + 2
+    graph = step_gradients._graph_of(step, x, [h], [*weights[:-1], weights[-1].clone()], grads, needed)
+    assert graph is None  # another layer's
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"num_layers": 3}, {"bias": False}], ids=["one layer", "three", "no biases"])
+@pytest.mark.parametrize("cell", ["RNN", "relu", "GRU", "LSTM"])
+def test_gradients_of_steps(cell, options, dtype, soon, monkeypatch):
+    layer = layer_of(cell, dtype, **options)
+    with monkeypatch.context() as without:
+        without.setattr(step_gradients, "_graph_of", lambda *args: None)
+        expected = [loop(layer, seed) for seed in range(3)]
+    for seed in (0, 1, 2, 0):
+        equal(loop(layer, seed), expected[seed])
+    assert kept._kept.replays >= 4 * STEPS - 6
+    layer.weight_hh_l0.data = layer.weight_hh_l0.data.clone()
+    equal(loop(layer, 0), expected[0])
+    layer.weight_ih_l0.requires_grad_(False)
+    found = torch.autograd.grad(layer.step(input_of(layer)[0])[0].sum(), layer.weight_hh_l0)
+    assert found[0].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_gradients_of_steps_at_another_precision(soon, monkeypatch):
+    layer = ostinato.LSTM(64, 256, device="cuda")
+    x = torch.randn(256, 64, device="cuda")
+
+    def run():
+        return torch.autograd.grad(layer.step(x)[0].square().sum(), list(layer.parameters()))
+
+    for precision in ("ieee", "tf32", "ieee", "tf32"):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+        with monkeypatch.context() as without:
+            without.setattr(step_gradients, "_graph_of", lambda *args: None)
+            expected = run()
+        for _ in range(4):
+            equal(run(), expected)
+    assert kept._kept.replays > 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(cell, dtype, soon):
+    layer = layer_of(cell, num_layers=2)
+
+    def run(seed, late=False):
+        x = input_of(layer, seed)
+        with torch.autocast("cuda", dtype):
+            results = layer(x)
+        if late:
+            gradients(layer, results, (x,), retain_graph=True)
+        return [*flat(*results), *gradients(layer, results, (x,))]
+
+    for seed in range(4):
+        with launched():
+            expected = run(seed)
+        assert expected[0].dtype == dtype
+        equal(run(seed), expected)
+        equal(run(seed, late=True), expected)
+    assert kept._kept.replays == 7
+    with launched():
+        expected = gradients(layer, layer(x := input_of(layer)), (x,))
+    for _ in range(3):
+        equal(gradients(layer, layer(x), (x,)), expected)  # without autocast
 
 
 @pytest.mark.gpu

@@ -254,7 +254,7 @@ def test_a_kernels_step_has_the_gradients_of_another(cell):
         leaves = [leaf.requires_grad_() for leaf in leaves]
         split = 1 + len(states)
         results = []
-        for step in (differentiable(layer.mode, saving, cells), cells):
+        for step in (differentiable(layer.mode, saving, cells, weights, len(x)), cells):
             output, new = step(leaves[0], leaves[1:split], leaves[split:])
             loss = (output * output).sum() + sum(y.sum() for y in new[-1:])
             first = torch.autograd.grad(loss, leaves, create_graph=True)

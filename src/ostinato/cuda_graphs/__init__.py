@@ -5,5 +5,6 @@
 ``function.py``  a function in a graph, called as any other
 ``kept.py``      calls that repeat, and the memory that their graphs keep
 ``calls.py``     calls of small layers, and their backward
+``stacked.py``   those of layers of recurrences
 ===============  ========================================================
 """

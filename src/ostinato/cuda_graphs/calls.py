@@ -34,7 +34,7 @@ MOST_BYTES = 128 << 20  # that a call keeps for its backward
 _DEFAULT_STREAM = 0
 
 
-def are_worth(weights: Sequence[Tensor], rows: int) -> bool:
+def are_worth(weights: Sequence[Tensor], rows: int, most_bytes: int = MOST_BYTES) -> bool:
     """Whether calls of so many rows are captured: those of a small layer with parameters that stay where they are.
 
     None are if the environment variable ``OSTINATO_CUDA_GRAPHS`` is 0.
@@ -43,7 +43,7 @@ def are_worth(weights: Sequence[Tensor], rows: int) -> bool:
         return False
     if not weights[0].is_cuda or torch.cuda.get_allocator_backend() != "native":  # others end the process in a capture
         return False
-    return all(type(x) is nn.Parameter for x in weights) and _bytes_of(weights, rows) <= MOST_BYTES
+    return all(type(x) is nn.Parameter for x in weights) and _bytes_of(weights, rows) <= most_bytes
 
 
 def _bytes_of(weights: Sequence[Tensor], rows: int) -> int:
@@ -68,6 +68,9 @@ class CallGraphs(KeptGraphs):
         with captured(self._device, self._pool) as self._graph:
             x, *others = self._leaves
             self._results = run(x, others[:states], others[states:], self._resets)
+        differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in self._leaves)
+        if differentiable and not all(y.requires_grad for y in self._results):
+            raise RuntimeError("autograd would give gradients of results that have none")
         self._outputs = [y.data for y in self._results]
         self.bytes = bytes_of(self._pool, self._results[0])
 

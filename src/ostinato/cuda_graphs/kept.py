@@ -119,6 +119,19 @@ class _AllKept:
 _kept = _AllKept()
 
 
+class FreesGraphs(nn.Module):
+    """A layer whose graphs, which keep its weights in memory, are freed where these are moved or replaced."""
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        forget(self)
+        return super()._apply(fn, recurse)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter):
+            forget(self)
+
+
 def forget(layer: nn.Module) -> None:
-    """Free the graphs of a layer, which keep its weights in memory, where these will be elsewhere."""
+    """Free the graphs of a layer."""
     _kept.drop(lambda kept: kept.layer() is layer)

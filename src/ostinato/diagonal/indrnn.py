@@ -44,6 +44,8 @@ class IndRNN(DiagonalLayers[Tensor]):
         torch.Size([100, 4, 16])
     """
 
+    settings = *DiagonalLayers.settings, "nonlinearity"
+
     def __init__(
         self,
         input_size: int,

@@ -58,6 +58,8 @@ class RGLRU(DiagonalLayers[Tensor]):
         (torch.Size([4, 100, 32]), torch.Size([1, 4, 32]))
     """
 
+    settings = *DiagonalLayers.settings, "num_blocks"
+
     def __init__(
         self,
         input_size: int,

@@ -25,6 +25,7 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
 
     cell: str
     reads_packed = True
+    settings = *DiagonalLayers.settings, "candidate"
 
     def __init__(
         self,

@@ -1,11 +1,12 @@
 """The gradients of one step of RNN, GRU or LSTM layers.
 
 Autograd's records of torch's cells take the host longer than the kernels take the device.  So a step is one node.  On a
-GPU its backward computes the step again and calls the kernels that autograd would; on a CPU it goes on from the gates,
-which the step saves.  For derivatives of higher order it differentiates the cells.
+GPU its backward computes the step again and calls the kernels that autograd would, from a CUDA graph once steps repeat;
+on a CPU it goes on from the gates, which the step saves.  For derivatives of higher order it differentiates the cells.
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.cuda_graphs.calls import addresses_of, are_worth, on_default_stream
+from ostinato.cuda_graphs.function import CapturedFunction
+from ostinato.cuda_graphs.kept import KeptGraphs, Repeated
+from ostinato.kernels.matmul.precision import product_switches
 from ostinato.kernels.operators.autograd import Gradients, by_autograd
 from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.persistent.backends import gradients_of_step
@@ -22,13 +27,26 @@ from ostinato.recurrent.cells import Cells
 SavingStep = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Any]
 """A :class:`~ostinato.kernels.persistent.interface.Step` that on a CPU also returns what gradients need."""
 
+_MOST_BYTES = 48 << 20  # of weights, whose gradients are copied at a replay
 
-def differentiable(mode: str, step: SavingStep, cells: Cells) -> Cells:
-    """A step without gradients, with those of `cells`, which compute the same."""
+
+class _Step(NamedTuple):
+    """A step of layers of these sizes."""
+
+    mode: str
+    run: SavingStep
+    cells: Cells
+    graphs: "Repeated[_Graph] | None"  # of its gradients, if it is worth any
+
+
+def differentiable(mode: str, step: SavingStep, cells: Cells, weights: Sequence[Tensor], batch: int) -> Cells:
+    """A step without gradients, with those of `cells`, which compute the same, of weights like these and a batch."""
     apply = super(torch.autograd.Function, _Differentiable).apply  # skips a look for transforms
+    has_graphs = sum(weight.nbytes for weight in weights) <= _MOST_BYTES and are_worth(weights, batch)
+    prepared = _Step(mode, step, cells, Repeated() if has_graphs else None)
 
     def run(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        output, *new = apply(mode, step, cells, len(states), x, *states, *weights)
+        output, *new = apply(prepared, len(states), x, *states, *weights)
         return output, new
 
     return run
@@ -38,12 +56,10 @@ class _Differentiable(torch.autograd.Function):
     """See :func:`differentiable`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, mode: str, step: SavingStep, cells: Cells, count: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.mode, ctx.cells, ctx.count = mode, cells, count
+    def forward(ctx: Any, step: _Step, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.step, ctx.count = step, count
         x, states, weights = tensors[0], tensors[1 : 1 + count], tensors[1 + count :]
-        output, new, *saved = step(x, states, weights)
+        output, new, *saved = step.run(x, states, weights)
         ctx.save_for_backward(*tensors, *itertools.chain(*saved))
         ctx.set_materialize_grads(False)
         return output, *new
@@ -52,18 +68,20 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
-        needed = ctx.needs_input_grad[4:]
+        step, needed = ctx.step, ctx.needs_input_grad[2:]
         x, *others = ctx.saved_tensors
         others, saved = others[: len(needed) - 1], others[len(needed) - 1 :]
         states, weights = others[: ctx.count], others[ctx.count :]
         with without_autocast(x.device.type):
             if torch.is_grad_enabled() or (x.is_cpu and not is_eager(grads)):
-                found = _by_cells(ctx.cells, [x, *states, *weights], ctx.count, grads, needed)
+                found = _by_cells(step.cells, [x, *states, *weights], ctx.count, grads, needed)
             elif x.is_cpu:
-                found = gradients_of_step(ctx.mode.lower(), x, states, weights, saved, grads, needed)
+                found = gradients_of_step(step.mode.lower(), x, states, weights, saved, grads, needed)
+            elif (graph := _graph_of(step, x, states, weights, grads, needed)) is not None:
+                found = graph.replay(x, states, grads)
             else:
-                found = _by_kernels(ctx.mode, x, states, weights, grads, needed)
-        return None, None, None, None, *found
+                found = _by_kernels(step.mode, x, states, weights, grads, needed)
+        return None, None, *found
 
 
 def _by_cells(cells: Cells, tensors: list[Tensor], states: int, grads: Gradients, needed: Sequence[bool]) -> Gradients:
@@ -74,6 +92,57 @@ def _by_cells(cells: Cells, tensors: list[Tensor], states: int, grads: Gradients
         return [output, *new]
 
     return by_autograd(step, tensors, grads, needed)
+
+
+class _Graph(KeptGraphs):
+    """The gradients of a step in a CUDA graph, which reads the weights where they are."""
+
+    def __init__(
+        self,
+        mode: str,
+        x: Tensor,
+        states: list[Tensor],
+        weights: list[Tensor],
+        grads: Gradients,
+        needed: Sequence[bool],
+    ) -> None:
+        copies = _clone(x), [_clone(state) for state in states], [None if y is None else _clone(y) for y in grads]
+        self._needed, self._lock = needed, threading.Lock()
+
+        def differentiate() -> list[Tensor]:
+            x, states, grads = copies
+            found = _by_kernels(mode, x, states, [weight.detach() for weight in weights], grads, needed)
+            return [grad for grad in found if grad is not None]
+
+        self._gradients = CapturedFunction(differentiate, _present(*copies), torch.cuda.graph_pool_handle())
+        self.bytes = self._gradients.bytes
+
+    def replay(self, x: Tensor, states: list[Tensor], grads: Gradients) -> Gradients:
+        with self._lock:
+            self.count_replay()
+            found = iter(self._gradients(_present(x, states, grads)))
+        return [next(found) if need else None for need in self._needed]
+
+
+def _clone(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _present(x: Tensor, states: list[Tensor], grads: Gradients) -> list[Tensor]:
+    return [x, *states, *(grad for grad in grads if grad is not None)]
+
+
+def _graph_of(
+    step: _Step, x: Tensor, states: list[Tensor], weights: list[Tensor], grads: Gradients, needed: Sequence[bool]
+) -> _Graph | None:
+    """The graph of a step's gradients; None if there is none, or not yet."""
+    if step.graphs is None or not is_eager(grads) or not on_default_stream(x):
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    key = addresses_of(weights), needed, tuple([grad is not None for grad in grads]), product_switches()
+    bytes_needed = 2 * sum(weight.nbytes for weight in weights)  # of their gradients, and these as one tensor
+    return step.graphs.graphs_of(key, lambda: _Graph(step.mode, x, states, weights, grads, needed), bytes_needed)
 
 
 def _by_kernels(

@@ -12,7 +12,7 @@ from ostinato.cuda_graphs.calls import CallGraphs, Run, are_worth, replay
 from ostinato.cuda_graphs.kept import Repeated
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.matmul.precision import autocast_dtype, layers_allow_tf32
+from ostinato.kernels.matmul.precision import autocast_dtype, layers_allow_tf32, product_switches
 from ostinato.kernels.operators.eager import Prepared, is_eager
 from ostinato.kernels.persistent.backends import WAVEFRONT_DEVICES, is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.directions import recurrent_layers
@@ -43,7 +43,7 @@ class KernelCall(NamedTuple):
 LEFT_TO_TORCH = KernelCall(batch=0, steps=0, autocast=None, training=False, at_once=0)
 """In place of a call that torch's kernels compute, whose arguments they take as they are."""
 
-_MOST_REPLAYED = 256  # steps: longer sequences take a GPU longer than the host
+_MOST_REPLAYED = 512  # steps: longer sequences take a GPU longer than the host
 
 # Keyed by input, weights, states, resets, and the masks of recurrent weights.
 _CALLS: Prepared[KernelCall | None] = Prepared()
@@ -106,7 +106,7 @@ class SequenceLayers(MaskedLayers):
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional, self.mode, self.batch_first
         how = *sizes, self._forced_path, autocast, layers_allow_tf32(device, dtype), resets is None
         # On which the plan depends, too.
-        where = is_captured(device), torch.get_num_threads(), torch._C._get_cudnn_enabled()
+        where = is_captured(device), torch.get_num_threads(), torch._C._get_cudnn_enabled(), *product_switches()
         # Another object for each mask, and whenever a mask changes.
         contents = [mask if mask is None else derived_from(mask, "contents", object) for mask in _masks_of(self)]
         found = _CALLS.find(like, *how, *where, *contents)
@@ -117,7 +117,7 @@ class SequenceLayers(MaskedLayers):
 
     def _with_graphs(self, call: KernelCall | None, weights: list[Tensor]) -> KernelCall | None:
         """The call with room for its CUDA graphs, if it is one that gains by them."""
-        if call is None or call.layers is None or call.autocast or self._buffers:
+        if call is None or call.layers is None or self._buffers:
             return call
         if is_captured(weights[0].device) or call.steps > _MOST_REPLAYED:
             return call

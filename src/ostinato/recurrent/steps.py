@@ -185,7 +185,8 @@ class StepLayers(MaskedLayers, Generic[State]):
             own[:] = weights_of(self)
         run = step_of_layers(x.device, steps, x, shape, 2 if self.mode == "LSTM" else 1)
         if trained:
-            run = differentiable(self.mode, cast(StepOnCPU, run).with_saved if x.is_cpu else run, cells)
+            saving = cast(StepOnCPU, run).with_saved if x.is_cpu else run
+            run = differentiable(self.mode, saving, cells, own, batch)
         return run if is_contiguous else _of_contiguous(run)
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.checks import check_tensor
-from ostinato.cuda_graphs.kept import forget
+from ostinato.cuda_graphs.kept import FreesGraphs
 from ostinato.kernels.operators.export import constant_to_compilers
 from ostinato.kernels.persistent.plan import GATES, KernelPath
 from ostinato.masks import forget_pruned, keep_pruned, kept_weights, mask_name, mask_of, masked
 from ostinato.recurrent.torch_layers import TorchLayers
 
 
-class MaskedLayers(TorchLayers):
+class MaskedLayers(FreesGraphs, TorchLayers):
     """Adds masks to ``torch.nn``'s layers.
 
     Every call reads the current parameters: ``torch.nn``'s own list of them can be stale.
@@ -49,7 +49,6 @@ class MaskedLayers(TorchLayers):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
         """``torch.nn``'s, which may be told to swap parameters, and cannot while there are weak references to them."""
-        forget(self)
         for name in self._flat_weights_names:
             if mask_of(self, name) is not None:
                 forget_pruned(self, name)
@@ -62,7 +61,6 @@ class MaskedLayers(TorchLayers):
         """``torch.nn``'s, which puts a parameter into its list, but leaves the reference to the one before."""
         super().__setattr__(name, value)
         if isinstance(value, nn.Parameter):
-            forget(self)
             names, references = (self.__dict__.get(own, []) for own in ("_flat_weights_names", "_flat_weight_refs"))
             if name in names and len(references) == len(names):
                 references[names.index(name)] = weakref.ref(value)

@@ -4,6 +4,8 @@ Of RNN, GRU and LSTM the switch is that of ``torch.nn``'s layers, ``torch.backen
 "tf32" by default; of all other products it is ``torch.backends.cuda.matmul.fp32_precision``, which is not.
 """
 
+from typing import Any
+
 import torch
 
 from ostinato.kernels.matmul import cublas
@@ -14,6 +16,12 @@ _precision = torch._C._get_fp32_precision_getter  # torch.backends' own, whose a
 def products_allow_tf32() -> bool:
     """Whether PyTorch's own products of float32 may be rounded to tf32."""
     return _precision("cuda", "matmul") == "tf32"
+
+
+def product_switches() -> tuple[Any, ...]:
+    """All of PyTorch's switches that choose between kernels of products on a GPU."""
+    reduced = torch._C._get_cublas_allow_fp16_reduced_precision_reduction()
+    return products_allow_tf32(), reduced, torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
 
 
 def layers_allow_tf32(device: torch.device, dtype: torch.dtype) -> bool:

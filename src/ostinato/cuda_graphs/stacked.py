@@ -1,0 +1,80 @@
+"""Stacked layers of recurrences, whose calls become CUDA graphs."""
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ostinato.cuda_graphs.calls import CallGraphs, Run, are_worth, on_default_stream, replay
+from ostinato.cuda_graphs.kept import Repeated
+from ostinato.kernels.matmul.precision import autocast_dtype, product_switches
+from ostinato.kernels.operators.eager import Prepared, is_eager
+from ostinato.states import Hidden, distinct, hidden_of, states_of
+
+if TYPE_CHECKING:
+    from ostinato.layers import StackedLayers
+
+MOST_BYTES = 32 << 20  # that a layer keeps: calls of more take a GPU longer than the host
+
+_CALLS: Prepared[tuple[Repeated[CallGraphs] | None, Run]] = Prepared()
+
+
+def replayed(layer: "StackedLayers", x: Tensor, hx: Hidden | None, resets: Tensor | None) -> Any:
+    """What the layers return for a dense input, by CUDA graphs; None if they are to be launched."""
+    if torch.compiler.is_compiling() or not _may_be_small(layer, x) or not on_default_stream(x):
+        return None
+    trained = torch.is_grad_enabled()
+    # With gradients not in evaluation either: launched again in the backward, it might no longer be.
+    if layer.dropout > 0 and layer.num_layers > 1 and (layer.training or trained):
+        return None
+    states, weights = states_of(hx), list[Any](layer._parameters.values())
+    like = [x, *weights, *distinct(states)]
+    if resets is not None:
+        like.append(resets)
+    settings = [getattr(layer, name) for name in layer.settings]
+    how = type(layer), *settings, *layer._parameters, len(states), autocast_dtype(x.device), *product_switches()
+    found = _CALLS.find(like, *how)
+    if found is None:
+        known = _prepared(layer, x, weights)
+        _CALLS.add(lambda: known, like, *how)
+        return None
+    calls, run = found
+    if calls is None:
+        return None
+    training = trained and any(y.requires_grad for y in like)
+    results = replay(calls, run, layer, x, states, weights, resets, training)
+    return None if results is None else (results[0], hidden_of(results[1:]))
+
+
+def _may_be_small(layer: "StackedLayers", x: Tensor) -> bool:
+    """A look at what costs no time; a class of others may compute something else."""
+    is_own = layer.sequence_group is None and type(layer).__module__.startswith("ostinato.")
+    return is_own and _is_on_gpu(x) and x.nbytes <= MOST_BYTES and is_eager([x])
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _prepared(layer: "StackedLayers", x: Tensor, weights: list[Tensor]) -> tuple[Repeated[CallGraphs] | None, Run]:
+    run = _launcher(layer, autocast_dtype(x.device))
+    rows = x.numel() // x.shape[-1]
+    are_all = set(layer._parameters) == set(layer._shapes_by_name())  # parametrized ones are elsewhere
+    return (Repeated() if are_all and are_worth(weights, rows, MOST_BYTES * layer.num_layers) else None), run
+
+
+def _launcher(layer: "StackedLayers", autocast: torch.dtype | None) -> Run:
+    """Launches such calls of any layer: it holds nothing of this one's, which would be kept with the results."""
+    kind, names = type(layer), [*layer._parameters]
+    attributes: dict[str, Any] = {name: getattr(layer, name) for name in layer.settings}
+    attributes |= {"training": False, "_buffers": {}, "_modules": {}}
+
+    def run(x: Tensor, states: list[Tensor], weights: list[Tensor], resets: Tensor | None) -> list[Tensor]:
+        own = object.__new__(kind)
+        own.__dict__.update(attributes, _parameters=dict(zip(names, weights, strict=True)))
+        with nullcontext() if autocast is None else torch.autocast(x.device.type, autocast, cache_enabled=False):
+            output, last = own._run_layers(x, hidden_of(states), None, resets, own.batch_first)
+        return [output, *states_of(last)]
+
+    return run

@@ -1,0 +1,235 @@
+"""Layers of recurrences in CUDA graphs, and on a CPU in simulated ones, compute what launched calls do."""
+
+import contextlib
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.nn.utils import parametrize
+
+import ostinato
+from ostinato.cuda_graphs import kept, stacked
+from ostinato.states import states_of
+from simulated_graphs import simulate
+
+KINDS = {
+    "MinGRU": {},
+    "MinLSTM": {"candidate": "tanh"},
+    "HighwayMinGRU": {},
+    "RGLRU": {"num_blocks": 2},
+    "HGRN": {},
+    "IndRNN": {"nonlinearity": "tanh"},
+    "LRU": {},
+    "QRNN": {},
+    "SRU": {},
+    "ParaGRU": {},
+    "ParaLSTM": {},
+}
+SIZES = {
+    "one layer": {},
+    "two layers, without biases": {"num_layers": 2, "bias": False},
+    "both directions": {"num_layers": 2, "bidirectional": True, "batch_first": True},
+}
+STEPS, BATCH, SIZE = 5, 3, 8
+
+
+@pytest.fixture
+def device(request, monkeypatch):
+    """Where calls are captured from the second equal one on."""
+    monkeypatch.setattr(stacked, "_CALLS", stacked.Prepared())
+    if request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(kept, "USES", 1)
+        monkeypatch.setattr(kept, "_kept", kept._AllKept())
+        return "cuda"
+    simulate(monkeypatch, 100)
+    monkeypatch.setattr(stacked, "are_worth", lambda *_: True)
+    monkeypatch.setattr(stacked, "_is_on_gpu", lambda x: True)
+    return "cpu"
+
+
+def make(kind, device, **options):
+    torch.manual_seed(0)
+    return getattr(ostinato, kind)(SIZE, SIZE, **KINDS[kind], **options, device=device)
+
+
+def inputs_of(layer, seed, given=()):
+    """The input, and a state and resets if given."""
+    device, shape = layer.weight_ih_l0.device, (STEPS, BATCH)
+    torch.manual_seed(seed)
+    x = torch.randn(*(reversed(shape) if layer.batch_first else shape), SIZE).to(device).requires_grad_()
+    hx = layer.initial_state(BATCH)
+    hx = tuple(torch.rand(y.shape).to(device).requires_grad_() for y in states_of(hx))
+    found = {"hx": hx if layer.states > 1 else hx[0]} if "hx" in given else {}
+    if "resets" in given:
+        found["resets"] = (torch.rand(x.shape[:2]) < 0.3).to(device)
+    return x, found
+
+
+def gradients(layer, results, *inputs, **options):
+    results = [results[0], *states_of(results[1])]
+    loss = sum((y * y.detach().cos()).sum() for y in results)
+    return torch.autograd.grad(loss, [*inputs, *layer.parameters()], **options)
+
+
+@contextlib.contextmanager
+def launched():
+    replay, stacked.replay = stacked.replay, lambda *_: None
+    try:
+        yield
+    finally:
+        stacked.replay = replay
+
+
+def check(found, expected):
+    for y, right in zip(found, expected, strict=True):
+        assert torch.equal(y, right) if y.is_cuda else torch.allclose(y, right, rtol=1e-4, atol=1e-5)
+
+
+def check_layer(layer):
+    for seed, given in enumerate(((), (), ("hx",), ("resets",), ("hx", "resets"), ("hx", "resets"))):
+        x, others = inputs_of(layer, seed, given)
+        inputs = x, *states_of(others.get("hx"))
+        with launched():
+            expected = layer(x, **others)
+            right = gradients(layer, expected, *inputs)
+        for _ in range(2):
+            results = layer(x, **others)
+            assert [y.shape for y in states_of(results[1])] == [y.shape for y in states_of(expected[1])]
+            check([results[0], *states_of(results[1])], [expected[0], *states_of(expected[1])])
+            check(gradients(layer, results, *inputs), right)
+    assert kept._kept.replays == 12 - 4  # of each kind of call one is counted
+
+
+@pytest.mark.parametrize("options", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_and_gradients_are_those_of_launched_calls(kind, options, device):
+    check_layer(make(kind, device, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_are_those_of_launched_calls(kind, options, device):
+    check_layer(make(kind, device, **options))
+
+
+def replays_of(layer, calls=4, **others):
+    """How many of so many calls and backwards replay."""
+    before, (x, _) = kept._kept.replays, inputs_of(layer, 0)
+    for _ in range(calls):
+        gradients(layer, layer(x, **others))
+    return kept._kept.replays - before
+
+
+def test_which_calls_are_captured(device, monkeypatch):
+    layer = make("MinGRU", device, num_layers=2, dropout=0.5)
+    assert replays_of(layer) == 0
+    layer.eval()
+    assert replays_of(layer) == 0  # the backward might launch the call again, in training
+    with torch.no_grad():
+        x, _ = inputs_of(layer, 0)
+        for _ in range(4):
+            layer(x)
+    assert kept._kept.replays == 2
+    layer.dropout = 0.0
+    assert replays_of(layer) == 2
+    x, _ = inputs_of(layer, 0)
+    monkeypatch.setattr(stacked, "MOST_BYTES", x.nbytes - 1)
+    assert replays_of(layer) == 0
+
+
+def test_changed_settings_count(device):
+    layer = make("IndRNN", device)
+    assert replays_of(layer) == 2
+    layer.nonlinearity = "relu"
+    x, _ = inputs_of(layer, 0)
+    expected = make("IndRNN", device)
+    expected.nonlinearity = "relu"
+    with launched():
+        right = expected(x)[0]
+    for _ in range(4):
+        check([layer(x)[0]], [right])
+
+
+def test_classes_of_others_are_launched(device):
+    class Doubled(ostinato.MinGRU):
+        def _run_cell(self, *args):
+            y, last = super()._run_cell(*args)
+            return 2 * y, last
+
+    assert replays_of(Doubled(SIZE, SIZE, device=device)) == 0
+
+
+def test_parametrized_weights_are_launched(device):
+    class Half(torch.nn.Module):
+        def forward(self, x):
+            return x / 2
+
+    layer = make("MinGRU", device)
+    parametrize.register_parametrization(layer, "weight_ih_l0", Half())
+    assert replays_of(layer) == 0
+
+
+def test_results_without_gradients_have_none(device):
+    layer = make("LRU", device)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name.startswith("bias"))
+    x, _ = inputs_of(layer, 0)
+    for _ in range(4):
+        output, last = layer(x.detach())
+        assert output.requires_grad
+        assert not any(y.requires_grad for y in states_of(last))
+    assert kept._kept.replays == 0
+
+
+@pytest.mark.parametrize("kind", ["MinGRU", "SRU"])
+def test_autocast_is_that_of_the_call(kind, device):
+    layer = make(kind, device)
+    x, _ = inputs_of(layer, 0)
+    found = []
+    for how in (launched, contextlib.nullcontext, contextlib.nullcontext, contextlib.nullcontext):
+        with how(), torch.autocast(device, torch.bfloat16):
+            results = layer(x)
+        gradients(layer, results, x, retain_graph=True)
+        found.append([results[0], *gradients(layer, results, x)])  # the second time by launched calls
+        for y, right in zip(found[-1], found[0], strict=True):
+            assert y.dtype == right.dtype
+            torch.testing.assert_close(y, right, rtol=2e-2, atol=2e-2)
+    assert kept._kept.replays == 2
+
+
+def test_late_backwards_and_moved_weights(device):
+    layer = make("MinLSTM", device)
+    assert replays_of(layer) == 2
+    (x, _), (other, _) = inputs_of(layer, 1), inputs_of(layer, 2)
+    with launched():
+        right = [gradients(layer, layer(y), y) for y in (x, other)]
+    one, two = layer(x), layer(other)
+    check(gradients(layer, two, other), right[1])
+    check(gradients(layer, one, x, retain_graph=True), right[0])
+    check(gradients(layer, one, x), right[0])
+    layer.weight_ih_l0.data = layer.weight_ih_l0.data.clone()
+    for _ in range(4):
+        check(gradients(layer, layer(x), x), right[0])
+
+
+def test_graphs_go_with_their_layer(device):
+    layer = make("MinGRU", device)
+    layer.register_forward_hook(lambda layer, _, results: setattr(layer, "results", results))
+    assert replays_of(layer) == 2
+    other = copy.deepcopy(make("MinGRU", device))
+    assert replays_of(other) == 3  # prepared for the other
+    assert len(kept._kept._all) == 2
+    other.double()
+    assert len(kept._kept._all) == 1
+    other.float()
+    assert replays_of(other) == 3
+    other.weight_ih_l0 = torch.nn.Parameter(other.weight_ih_l0.detach().clone())
+    assert len(kept._kept._all) == 1
+    freed = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert freed() is None
+    assert kept._kept._all == []
