@@ -216,9 +216,25 @@ def test_gradients_of_steps(cell, options, dtype, soon, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cell", ["RNN", "relu", "GRU", "LSTM"])
+def test_gradients_of_steps_without_a_kernel(cell, soon, monkeypatch):
+    """As of large layers and batches."""
+    monkeypatch.setattr(steps, "_steps_of_layers", lambda *args: None)
+    layer = layer_of(cell, torch.float64, num_layers=2)
+    with monkeypatch.context() as without:  # by autograd
+        without.setattr(steps, "differentiable", lambda mode, step, cells, *_: cells)
+        expected = loop(layer, 0)
+    steps._STEPS = steps.Prepared()
+    for _ in range(3):
+        for found, right in zip(loop(layer, 0), expected, strict=True):
+            torch.testing.assert_close(found, right)
+    assert kept._kept.replays >= 3 * STEPS - 6
+
+
+@pytest.mark.gpu
 def test_gradients_of_steps_at_another_precision(soon, monkeypatch):
     layer = ostinato.LSTM(64, 256, device="cuda")
-    x = torch.randn(256, 64, device="cuda")
+    x = torch.randn(32, 64, device="cuda")
 
     def run():
         return torch.autograd.grad(layer.step(x)[0].square().sum(), list(layer.parameters()))
@@ -293,7 +309,7 @@ def test_every_bit_is_that_of_launched_calls(cell, options, dtype, soon):
 @pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
 def test_every_bit_without_gradients(cell, options, dtype, soon):
     layer = layer_of(cell, dtype, **options)
-    kept = []
+    pairs = []
     for seed in range(6):
         x, states = input_of(layer, seed).detach(), each(torch.Tensor.detach, states_of(layer, seed))
         for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
@@ -305,11 +321,11 @@ def test_every_bit_without_gradients(cell, options, dtype, soon):
             equal(results, expected)
             assert not any(y.requires_grad for y in results)
             assert all(y.is_inference() is (mode is torch.inference_mode) for y in results)
-            kept.append((results, expected))
+            pairs.append((results, expected))
         with torch.no_grad():
             for weight in layer.parameters():
                 weight.neg_()
-    for results, expected in kept:
+    for results, expected in pairs:
         equal(results, expected)  # which no later call has overwritten
     assert kept._kept.replays >= 6 * 3 - 3  # the first call of each mode is launched
 

@@ -15,7 +15,7 @@ from ostinato.states import Hidden, distinct, hidden_of, states_of
 if TYPE_CHECKING:
     from ostinato.layers import StackedLayers
 
-MOST_BYTES = 32 << 20  # that a layer keeps: calls of more take a GPU longer than the host
+MOST_BYTES = 64 << 20  # that a layer keeps: calls of more take a GPU longer than the host
 
 _CALLS: Prepared[tuple[Repeated[CallGraphs] | None, Run]] = Prepared()
 

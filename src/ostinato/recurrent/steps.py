@@ -178,6 +178,8 @@ class StepLayers(MaskedLayers, Generic[State]):
             return cells if trained and not masks else None
         steps = _steps_of_layers(self, x, batch, own)
         if steps is None:
+            if trained and not masks and x.is_cuda:
+                return differentiable(self.mode, cells, cells, own, batch)
             # On a CPU torch's layers are its cells, called more slowly, but for the LSTMs that oneDNN runs.
             are_cells = x.is_cpu and self._frozen_kernels is None and (self.mode != "LSTM" or x.dtype == torch.float64)
             return cells if not masks and (trained or are_cells) else _left_to_torch
