@@ -317,7 +317,7 @@ class StackedLayers(FreesGraphs, Generic[State]):
         self._check_given_state(state, x.shape[:-1], "state")
         if not batched:
             x, state = x[None], None if state is None else each(lambda own: own.unsqueeze(1), state)
-        y, new = self._run_in_turn(self._step_of_layer, x, state)
+        y, new = self._run_step(x, state)
         return (y, new) if batched else (y[0], each(lambda own: own.squeeze(1), new))
 
     step.__qualname__ = "step"
@@ -325,6 +325,14 @@ class StackedLayers(FreesGraphs, Generic[State]):
     def _run_cached_step(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
         """The fast path of :meth:`step` for a call like one that was validated before, if the subclass caches these."""
         return None
+
+    def _run_step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """All layers at one step."""
+        time = 1 if self.batch_first else 0
+        found = replayed(self, x.unsqueeze(time), state, None)
+        if found is None:
+            return self._run_in_turn(self._step_of_layer, x, state)
+        return found[0].squeeze(time), found[1]
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         """The output (B, width) at one step, and the new state."""

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 import ostinato
 from ostinato.cuda_graphs import kept, stacked
-from ostinato.states import states_of
+from ostinato.states import each, states_of
 from simulated_graphs import simulate
 
 KINDS = {
@@ -233,3 +233,31 @@ def test_graphs_go_with_their_layer(device):
     gc.collect()
     assert freed() is None
     assert kept._kept._all == []
+
+
+def check_steps(layer):
+    xs, others = inputs_of(layer, 0, ("hx",))
+    xs = xs.detach().unbind(1 if layer.batch_first else 0)
+    runs = []
+    for how in (launched, contextlib.nullcontext):
+        for _ in range(2):
+            state, outputs = each(torch.Tensor.detach, others["hx"]), []
+            with how(), torch.no_grad():
+                for x in xs:
+                    y, state = layer.step(x, state)
+                    outputs.append(y)
+            runs.append([*outputs, *states_of(state)])
+    for run in runs:
+        check(run, runs[0])
+    assert kept._kept.replays == 2 * STEPS - 1
+
+
+@pytest.mark.parametrize("kind", ["RGLRU", "LRU", "ParaLSTM"])
+def test_steps(kind, device):
+    check_steps(make(kind, device, num_layers=2, batch_first=kind == "LRU"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("MinGRU", "MinLSTM")])
+def test_bits_of_steps(kind, device):
+    check_steps(make(kind, device, num_layers=2, batch_first=kind == "LRU"))

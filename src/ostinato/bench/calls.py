@@ -126,12 +126,51 @@ def _trained(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
         contestants: dict[str, Call] = {}
         for who, kind in zip(("Ostinato", "torch.nn"), kinds, strict=False):
             layer = kind(256, 256, device=device)
-
-            def both(layer: nn.Module = layer, x: Tensor = x, states: Any = states, grad: Tensor = h) -> Any:
-                return torch.autograd.grad(layer(x, *states)[0], list(layer.parameters()), grad)
-
-            contestants |= {who: partial(layer, x, *states), f"{who}, forward+backward": both}
+            run = partial(layer, x, *((states,) if name == "LSTM" and given else states))
+            contestants |= {who: run, f"{who}, forward+backward": _with_gradients(run, layer, h)}
+        cell, flat = kinds[2](256, 256, device=device), tuple(state[0] for state in states)
+        run = partial(cell, x[0], *((flat,) if name == "LSTM" and given else flat))
+        contestants |= {"torch.nn's cell, forward+backward": _with_gradients(run, cell, h[0])}
         yield f"{name} 256 with gradient, T = 1, B = {batch}{', given a state' * given}", contestants
+
+
+def _with_gradients(run: Call, module: nn.Module, grad: Tensor) -> Call:
+    """The gradients of the parameters, given that of the first of the results."""
+    parameters = list(module.parameters())
+
+    def both() -> Any:
+        result = run()
+        return torch.autograd.grad(result if isinstance(result, Tensor) else result[0], parameters, grad)
+
+    return both
+
+
+def _loops(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
+    """Gradients through 32 steps, each of which takes what the one before gave, as a decoder's do."""
+    for (name, (ours, theirs, cell)), batch in itertools.product(PEERS.items(), (1, 32)):
+        x, grad = torch.randn(2, batch, 256, device=device)
+        layer, peer, single = (kind(256, 256, device=device) for kind in (ours, theirs, cell))
+
+        def loop_of_cells(x: Tensor = x, single: nn.Module = single) -> Tensor:
+            state = None
+            for _ in range(32):
+                state = single(x, state)
+                x = state if isinstance(state, Tensor) else state[0]
+            return x
+
+        def loop(step: Callable[[Tensor, Any], tuple[Tensor, Any]], x: Tensor) -> Tensor:
+            state = None
+            for _ in range(32):
+                x, state = step(x, state)
+            return x
+
+        contestants: dict[str, Call] = {
+            "Ostinato": _with_gradients(partial(loop, layer.step, x), layer, grad),
+            "torch.nn": _with_gradients(partial(loop, peer, x[None]), peer, grad[None]),
+            "torch.nn's cell": _with_gradients(loop_of_cells, single, grad),
+        }
+        awaited = {who: _awaited(call, device) for who, call in contestants.items()}
+        yield f"loop of 32 steps of {name} 256, trained, B = {batch}", awaited
 
 
 def _short(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
@@ -147,6 +186,21 @@ def _short(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
                     contestants[who + how] = _awaited(call, device)
             what = "training of" if trained else "inference of"
             yield f"{what} {name} {hidden}, T = {steps}, B = {batch}", contestants
+
+
+def _short_diagonal(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
+    """Short sequences through other layers, beside torch.nn's GRU."""
+    x, grad = torch.randn(2, 64, 16, 128, device=device)
+    for kind, trained in itertools.product(DIAGONAL, (False, True)):
+        contestants: dict[str, Call] = {}
+        for who, layer in (
+            ("Ostinato", kind(128, 128, device=device)),
+            ("torch.nn's GRU", nn.GRU(128, 128, device=device)),
+        ):
+            run = partial(layer, x)
+            call = _with_gradients(run, layer, grad) if trained else torch.no_grad()(run)
+            contestants[who] = _awaited(call, device)
+        yield f"sequences of {kind.__name__} 128, T = 64, B = 16{', trained' * trained}", contestants
 
 
 def _ways(make: Callable[[], nn.Module], x: Tensor, grad: Tensor | None) -> Iterator[tuple[str, Call]]:
@@ -192,4 +246,4 @@ def _stacks(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
     yield "Stepper of GRU 256, 2 layers, awaited", awaited
 
 
-KINDS = _scans, _steps, _diagonal, _trained, _short, _stacks
+KINDS = _scans, _steps, _diagonal, _trained, _loops, _short, _short_diagonal, _stacks

@@ -81,6 +81,10 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
             return None
         return (state, state.unsqueeze(0)) if h is None else (state.squeeze(0), state)
 
+    def _run_step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Launched: a step is few kernels."""
+        return self._run_in_turn(self._step_of_layer, x, state)
+
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         if recording() is not None:
             return super()._step_of_layer(layer, x, h0)
