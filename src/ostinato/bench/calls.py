@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import ostinato
 from ostinato.bench.measure import Record
 from ostinato.cuda_graphs.capture import capture
+from ostinato.states import each
 
 CALLS, ROUNDS = 50, 20  # calls per sample, fewer than fill a GPU's queue; samples, interleaved over contestants
 UNIT = "torch.add(out=)"
@@ -126,10 +128,10 @@ def _trained(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
         contestants: dict[str, Call] = {}
         for who, kind in zip(("Ostinato", "torch.nn"), kinds, strict=False):
             layer = kind(256, 256, device=device)
-            run = partial(layer, x, *((states,) if name == "LSTM" and given else states))
+            run = partial(layer, x, *states)
             contestants |= {who: run, f"{who}, forward+backward": _with_gradients(run, layer, h)}
-        cell, flat = kinds[2](256, 256, device=device), tuple(state[0] for state in states)
-        run = partial(cell, x[0], *((flat,) if name == "LSTM" and given else flat))
+        cell = kinds[2](256, 256, device=device)
+        run = partial(cell, x[0], *(each(itemgetter(0), state) for state in states))
         contestants |= {"torch.nn's cell, forward+backward": _with_gradients(run, cell, h[0])}
         yield f"{name} 256 with gradient, T = 1, B = {batch}{', given a state' * given}", contestants
 
