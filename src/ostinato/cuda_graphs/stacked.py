@@ -73,7 +73,7 @@ def _launcher(layer: "StackedLayers", autocast: torch.dtype | None) -> Run:
     def run(x: Tensor, states: list[Tensor], weights: list[Tensor], resets: Tensor | None) -> list[Tensor]:
         own = object.__new__(kind)
         own.__dict__.update(attributes, _parameters=dict(zip(names, weights, strict=True)))
-        with nullcontext() if autocast is None else torch.autocast(x.device.type, autocast, cache_enabled=False):
+        with nullcontext() if autocast is None else torch.autocast(x.device.type, autocast):
             output, last = own._run_layers(x, hidden_of(states), None, resets, own.batch_first)
         return [output, *states_of(last)]
 
