@@ -3,8 +3,8 @@
 //
 // At every step Units computes the gradients of its hidden units' gates and publishes them; Product multiplies the
 // transposed matrix with the gate gradients of all units, which gives those of the previous states.  Pre-activations
-// were recomputed from the same rounded states that the forward exchanged; an RNN needs only its states.  Gradients of
-// states stay in float32.
+// are those that the forward has kept, rounded to the layer's dtype; an RNN needs only its states.  Gradients of states
+// stay in float32.
 //
 // A step's other operands are loaded two steps ahead, and turned into derivatives one step ahead, while the blocks wait
 // for each other.
