@@ -74,7 +74,7 @@ class _MinimalCell(nn.Module):
         """The next state, (B, hidden_size) or (hidden_size,), from the input and the previous state."""
         weight, bias, settings = self.weight_ih, self.bias_ih, (self.cell, self.candidate, self.backend)
         if not torch.compiler.is_compiling():
-            found = _STEPS.run(*settings, input, weight, bias, hx)
+            found = _STEPS.run(settings, input, weight, bias, hx)
             if found is not None:
                 return found
         check_input(input, self.input_size, weight, (1, 2), ONE_STEP)
@@ -86,7 +86,7 @@ class _MinimalCell(nn.Module):
         if steps_alone(input, weight, self.backend):
             rows, state = input.view(-1, self.input_size), None if hx is None else hx.view(-1, self.hidden_size)
             h = next_state(self.cell, self.candidate, rows, weight, bias, state)
-            _STEPS.add(*settings, rows, weight, bias, state)
+            _STEPS.add(settings, rows, weight, bias, state)
             return h if input.dim() == 2 else h[0]
         pre = linear(input.view(-1, 1, self.input_size), weight)
         h0 = None if hx is None else hx.to(pre.dtype).view(1, -1, self.hidden_size)

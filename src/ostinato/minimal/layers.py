@@ -76,10 +76,8 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
     def _cached_step_of_layer(self, layer: int, x: Any, h: Any) -> tuple[Tensor, Any] | None:
         """The step of a layer, if one like it is cached."""
         weight, bias = self._parameter_named(f"weight_ih_l{layer}"), self._parameter_named(f"bias_ih_l{layer}")
-        state = _STEPS.run(self.cell, self.candidate, self.backend, x, weight, bias, h)
-        if state is None:
-            return None
-        return (state, state.unsqueeze(0)) if h is None else (state.squeeze(0), state)
+        state = _STEPS.run((self.cell, self.candidate, self.backend), x, weight, bias, h)
+        return None if state is None else _output_and_state(state, h)
 
     def _run_step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Launched: a step is few kernels."""
@@ -95,8 +93,8 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
         weight, bias = self._parameters_of(f"l{layer}", x.shape[-1]).values()
         if steps_alone(x, weight, self.backend):
             state = next_state(self.cell, self.candidate, x, weight, bias, h0)
-            _STEPS.add(self.cell, self.candidate, self.backend, x, weight, bias, h0)
-            return (state, state.unsqueeze(0)) if h0 is None else (state.squeeze(0), state)
+            _STEPS.add((self.cell, self.candidate, self.backend), x, weight, bias, h0)
+            return _output_and_state(state, h0)
         h, h_last = self._run_scan(linear(x, weight).unsqueeze(0), bias, h0, None, None, batch_first=False)
         return h.squeeze(0), h_last
 
@@ -155,6 +153,11 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
             return torch.stack((resets, in_reverse(resets, batch_first)))
         assert h0 is not None, "packed sequences come with an initial state, which says how many there are"
         return torch.stack((resets, in_reverse_of_rows(resets, offsets, h0.shape[1])))
+
+
+def _output_and_state(state: Tensor, before: Any) -> tuple[Tensor, Tensor]:
+    """(B, H) and (1, B, H), of a new state that has the shape of the one before, (1, B, H), or without that (B, H)."""
+    return (state, state.unsqueeze(0)) if before is None else (state.squeeze(0), state)
 
 
 class MinGRU(_MinimalLayers):

@@ -37,40 +37,38 @@ def next_state(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tenso
     return b if h is None else torch.addcmul(b, a, h)
 
 
+Settings = tuple[str, str, str]
+"""Of a layer or cell: its kind, candidate and backend."""
+
+
 class StepCache:
     """Steps that were validated: those of layers, or those of cells, whose states have another shape."""
 
     def __init__(self) -> None:
         self._steps: Prepared[Callable[..., Tensor]] = Prepared()  # kernels, by tensors and settings
 
-    def run(
-        self, cell: str, candidate: str, backend: str, x: Any, weight: Tensor, bias: Tensor | None, h: Any
-    ) -> Tensor | None:
+    def run(self, settings: Settings, x: Any, weight: Tensor, bias: Tensor | None, h: Any) -> Tensor | None:
         """The state after a step like one that is cached; None for others."""
         if torch.is_grad_enabled():
             return None
-        step = self._steps.find(*_like_step(cell, candidate, backend, x, weight, bias, h))
+        step = self._steps.find(*_like_step(x, weight, bias, h), *settings)
         return None if step is None else step(x, weight, bias, h)
 
-    def add(
-        self, cell: str, candidate: str, backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None
-    ) -> None:
+    def add(self, settings: Settings, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> None:
         """Cache a step that was validated, if there is a kernel for it."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        cell, candidate, _ = settings
         if not is_plain_step(GATES[cell], x, weight, bias, h):
             return
         step = recurrence_of(cell, candidate, False), *x.shape, weight.shape[0] // GATES[cell], x.dtype, x.get_device()
-        self._steps.add(lambda: step_of(*step), *_like_step(cell, candidate, backend, x, weight, bias, h))
+        self._steps.add(lambda: step_of(*step), *_like_step(x, weight, bias, h), *settings)
 
 
-def _like_step(
-    cell: str, candidate: str, backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None
-) -> tuple:
-    """The cache key of a step: its tensors and settings."""
+def _like_step(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> tuple[tuple[Tensor, ...], bool]:
+    """What a step is cached by, beside its settings: its tensors, and whether there is no state among them."""
     given = (x, weight) if h is None else (x, weight, h)
-    given = given if bias is None else (*given, bias)
-    return given, h is None, cell, candidate, backend
+    return given if bias is None else (*given, bias), h is None
 
 
 def is_plain_step(gates: int, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> bool:
