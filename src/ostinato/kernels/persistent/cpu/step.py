@@ -29,7 +29,7 @@ def threads_of(gates: int, hidden: int, inputs: int, batch: int) -> int:
     return threads_for(gates * hidden * (inputs + hidden) * batch // 8)  # weights are multiplied 8 at once
 
 
-class Step:
+class LayerStep:
     """One step of a layer of some sizes and masks."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Step:
         return not work.not_finite
 
 
-class FrozenStep(Step):
+class FrozenStep(LayerStep):
     """A step of a layer with constant weights, pruned ones packed; for one thread at a time."""
 
     def __init__(
@@ -127,7 +127,7 @@ class FrozenStep(Step):
 class StepOfLayers:
     """One step through stacked layers, prepared for the shapes of an input and of states."""
 
-    def __init__(self, steps: Sequence[Step], x: Tensor, state_shape: tuple[int, ...], states: int) -> None:
+    def __init__(self, steps: Sequence[LayerStep], x: Tensor, state_shape: tuple[int, ...], states: int) -> None:
         hidden = state_shape[-1]
         self._steps, self._states, self._zero = steps, range(states), x.new_zeros(state_shape)
         self._width = x.numel() // x.shape[-1] * hidden * x.itemsize  # bytes of a layer's state
@@ -145,7 +145,7 @@ class StepOfLayers:
     ) -> tuple[Tensor, list[Tensor]] | None:
         """The output and the next states, given a contiguous input and states and all layers' weights.
 
-        None if something was not finite, as for a :class:`Step`.
+        None if something was not finite, as for a :class:`LayerStep`.
         """
         output, new = empty(*self._output), [empty(*self._state) for _ in self._states]
         return (output, new) if self.into(output, new, x, states, weights) else None
@@ -186,7 +186,7 @@ class StepOfLayers:
         return True
 
 
-_make = functools.lru_cache(256)(Step)
+_make = functools.lru_cache(256)(LayerStep)
 
 
 def step_of(
@@ -198,7 +198,7 @@ def step_of(
     mask_ih: Tensor | None,
     mask_hh: Tensor | None,
     path: KernelPath | None,
-) -> Step | None:
+) -> LayerStep | None:
     """A layer's step, prepared once for its sizes and masks; None where that would not be faster.
 
     Without ``mask_ih`` all input weights are read.

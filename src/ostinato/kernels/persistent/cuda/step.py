@@ -19,7 +19,7 @@ MOST_AT_ONCE = 8  # sequences of a warp
 MOST_READ = 1 << 23  # weights, once for each group of sequences, of more than 2: beyond, tensor cores are faster
 
 
-class Step:
+class LayerStep:
     """One step of a layer of some sizes."""
 
     def __init__(self, cell: str, dtype: torch.dtype, hidden: int, inputs: int, batch: int) -> None:
@@ -54,7 +54,7 @@ class Step:
 class StepOfLayers:
     """The steps of a stack of layers, one after the other; as that of the CPU."""
 
-    def __init__(self, steps: Sequence[Step], x: Tensor, state_shape: tuple[int, ...], count: int) -> None:
+    def __init__(self, steps: Sequence[LayerStep], x: Tensor, state_shape: tuple[int, ...], count: int) -> None:
         hidden = state_shape[-1]
         self._steps, self._count, self._device = steps, count, x.get_device()
         self._width = x.numel() // x.shape[-1] * hidden * x.itemsize  # bytes of a layer's state
@@ -82,7 +82,7 @@ class StepOfLayers:
         return output, new
 
 
-_make = functools.lru_cache(256)(Step)
+_make = functools.lru_cache(256)(LayerStep)
 
 
 def step_of(
@@ -94,7 +94,7 @@ def step_of(
     mask_ih: Tensor | None,
     mask_hh: Tensor | None,
     path: KernelPath | None,
-) -> Step | None:
+) -> LayerStep | None:
     """What makes a step of a layer, prepared once for its sizes; None where that would be no faster."""
     large = batch > 2 and _groups(batch) * GATES[cell] * hidden * (inputs + hidden) > MOST_READ
     pruned = mask_ih is not None or mask_hh is not None
