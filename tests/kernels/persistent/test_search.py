@@ -12,7 +12,7 @@ from ostinato.kernels.persistent import backends
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.cuda import wavefront
-from ostinato.kernels.persistent.cuda.heuristics import geometry, search
+from ostinato.kernels.persistent.cuda.heuristics import cudnn, geometry, search
 from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
 from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers
 from ostinato.kernels.persistent.cuda.source import files, macros
@@ -418,8 +418,10 @@ def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, cell,
 )
 def test_few_steps_are_torchs_unless_cudnn_errs(planned_for_an_h100, cell, hidden, dtype, both, ours):
     of_layer = torch.device("cuda", 0), cell, hidden, 16, dtype
-    call = Call(*of_layer, training=True, steps=2, compared=True, at_once=1 + both)
+    call = Call(*of_layer, training=True, steps=2, compared=True, at_once=1 + both, bidirectional=both)
     assert (cuda_plan.make_plan(call, None, None).path == "dense") == ours
+    stacked = call._replace(at_once=2, bidirectional=False)
+    assert (cuda_plan.make_plan(stacked, None, None).path == "dense") == cudnn.errs(cell, hidden, 16, dtype, False)
     assert (backends.least_steps("cuda", cell, hidden, 16, dtype, both) < 2) == ours
     assert backends.least_steps("cpu", cell, hidden, 16, dtype, both) == 2
     assert cuda_plan.make_plan(call._replace(batch=12), None, None).path == "steps"

@@ -41,6 +41,7 @@ def make_plan(
     block: tuple[int, int] | None,
     tf32: bool = False,
     distributed: bool = True,
+    in_one_launch: bool = True,
 ) -> Plan:
     """How to run a layer.
 
@@ -50,12 +51,13 @@ def make_plan(
         block: the shape of pruned blocks.
         tf32: whether products of float32 may round to tf32.
         distributed: whether states may stay in the shared memory of clusters.
+        in_one_launch: whether one launch may run both directions.
 
     Raises RuntimeError where a later call may succeed, as after a lack of free memory.
     """
     sizes = call.cell, call.hidden_size, call.batch, call.dtype
-    both = call.at_once == 2  # directions, if not layers
-    least, resets = least_steps(*sizes, both), call.resets
+    both, resets = call.bidirectional, call.resets
+    least = least_steps(*sizes, both)
     if call.compared and call.length < least and not resets:
         return no_kernel(f"weights are worth keeping on the chip for {least} steps or more")
     index = torch.cuda.current_device() if call.device.index is None else call.device.index
@@ -64,7 +66,7 @@ def make_plan(
     is_compared = call.compared and call.path is None and not resets and not cudnn.errs(*sizes, both and call.training)
     if plan.has_kernel and is_compared and (reason := _why_torch(plan, call, mask_hh is not None, tf32)):
         return no_kernel(reason)
-    directions = 2 if call.bidirectional and mask_hh is None and _fits_at_once(plan, call) else 1
+    directions = 2 if both and in_one_launch and mask_hh is None and _fits_at_once(plan, call) else 1
     try:  # residency is known only to the device, and sparse sizes only after packing
         used = [geometry for geometry in plan.geometry or () if geometry is not None]
         if mask_hh is not None:
@@ -76,9 +78,9 @@ def make_plan(
         compile_kernels(index, resets, call.packed, keeps, directions, *used)
     except (MemoryError, nvrtc.DoesNotCompile) as error:
         if directions > 1:
-            return make_plan(call._replace(bidirectional=False), mask_hh, block, tf32, distributed)
+            return make_plan(call, mask_hh, block, tf32, distributed, in_one_launch=False)
         if distributed and any(geometry and geometry.distributed for geometry in plan.geometry):
-            return make_plan(call, mask_hh, block, tf32, distributed=False)
+            return make_plan(call, mask_hh, block, tf32, False, in_one_launch)
         return no_kernel(str(error).partition("\n")[0], plan.bytes_available)
     return plan._replace(directions=directions)
 
