@@ -151,12 +151,12 @@ class Recurrence:
         """All steps; see :func:`recurrence`."""
         if named:
             arguments = self.in_order(arguments, named)
-        first, dtype, given = self.check(arguments, h0, resets, reverse, cu_seqlens, backend)
+        order = Order(cu_seqlens, resets, reverse)
+        first, dtype, given = self.check(arguments, h0, order, backend)
         if self._has_kernels(arguments, given, backend):
-            options = cu_seqlens, resets, reverse, backend
             arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
-            return self._by_kernels(self.traced(arguments), dtype, given, options, arguments)
-        return self._by_torch(arguments, first, dtype, given, Order(cu_seqlens, resets, reverse), backend)
+            return self._by_kernels(self.traced(arguments), dtype, given, (*order, backend), arguments)
+        return self._by_torch(arguments, first, dtype, given, order, backend)
 
     def of_layer(
         self,
@@ -175,9 +175,9 @@ class Recurrence:
         saves a copy.
         """
         given, together = self._check_states(h0), (sequences, parameters)
+        order = Order(cu_seqlens, resets, reverse)
         if self.states == 0 or not self._has_kernels(together, given, backend):
-            options: dict[str, Any] = {"resets": resets, "reverse": reverse, "cu_seqlens": cu_seqlens}
-            return self(*self.apart(*together), h0=h0, **options, backend=backend)
+            return self(*self.apart(*together), h0=h0, **order._asdict(), backend=backend)
         check_floating("sequences", sequences)
         check_floating("parameters", parameters)
         count, width = len(self.names), self._width(*together)
@@ -191,9 +191,9 @@ class Recurrence:
             raise ValueError(
                 f"parameters must be on the device of sequences, {sequences.device}; got {parameters.device}"
             )
-        check_scan("sequences", sequences[..., :width], given, resets, reverse, cu_seqlens, backend)
+        check_scan("sequences", sequences[..., :width], given, order, backend)
         traced = _traced(id(self), (True,) * gates + (False,) * (count - gates))
-        return self._by_kernels(traced, sequences.dtype, given, (cu_seqlens, resets, reverse, backend), together)
+        return self._by_kernels(traced, sequences.dtype, given, (*order, backend), together)
 
     def apart(self, sequences: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
         """Split the arguments of :meth:`of_layer` into those of a call."""
@@ -209,16 +209,16 @@ class Recurrence:
         return _traced(id(self), tuple([x.dim() > 1 for x in arguments]))
 
     def check(
-        self, arguments: tuple[Tensor, ...], h0: Any, *options: Any
+        self, arguments: tuple[Tensor, ...], h0: Any, order: Order, backend: str
     ) -> tuple[int, torch.dtype, dict[str, Tensor]]:
-        """Raise TypeError or ValueError unless a call is valid; `options` are those of a scan, in their order.
+        """Raise TypeError or ValueError unless a call is valid.
 
         Returns the index of the first sequence, (B, T, D), the dtype that all sequences are promoted to, and the
         initial states, by their names in error messages.
         """
         first, dtype = self._check_arguments(arguments)
         states = self._check_states(h0)
-        check_scan(self.names[first], arguments[first], states, *options)
+        check_scan(self.names[first], arguments[first], states, order, backend)
         return first, dtype, states
 
     def step(self, arguments: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ostinato.checks import FLOAT_DTYPES, check_choice, check_floating, check_resets, describe
 from ostinato.kernels.operators.eager import Prepared
-from ostinato.kernels.scan import BACKENDS, operators
+from ostinato.kernels.scan import BACKENDS, Order, operators
 
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 _PREPARED: Prepared[Callable[..., tuple[Tensor, Tensor]]] = Prepared()
@@ -65,14 +65,15 @@ def linear_scan(
         run = _PREPARED.find(tensors, reverse, backend)
         if run is not None:
             return run(*given)
-    a, b, h0 = checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend, FLOAT_DTYPES + COMPLEX_DTYPES)
+    order = Order(cu_seqlens, resets, reverse)
+    a, b, h0 = checked(a, b, h0, ("a", "b", "h0"), order, backend, FLOAT_DTYPES + COMPLEX_DTYPES)
     if b.is_complex():
         from ostinato.kernels.recurrence import complex
 
-        return complex.linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend)
+        return complex.linear_scan(a, b, h0, *order, backend)
     if tensors is not None and a is given[0] and b is given[1] and h0 is given[2]:
         _PREPARED.add(lambda: operators.linear_scan.prepared(*given), tensors, reverse, backend)
-    return operators.linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend)
+    return operators.linear_scan(a, b, h0, *order, backend)
 
 
 def log_linear_scan(
@@ -113,12 +114,12 @@ def log_linear_scan(
         >>> ostinato.log_linear_scan(log_a, log_b)[1].item()  # e^200 + e^100 + 1
         200.0
     """
-    names = ("log_a", "log_b", "log_h0")
-    log_a, log_b, log_h0 = checked(log_a, log_b, log_h0, names, resets, reverse, cu_seqlens, backend)
+    order = Order(cu_seqlens, resets, reverse)
+    log_a, log_b, log_h0 = checked(log_a, log_b, log_h0, ("log_a", "log_b", "log_h0"), order, backend)
     dtype = log_b.dtype
     wide = torch.promote_types(dtype, torch.float32)  # the gradient takes differences, too coarse in 16 bits
     log_a, log_b, log_h0 = log_a.to(wide), log_b.to(wide), None if log_h0 is None else log_h0.to(wide)
-    log_h, log_h_last = operators.log_linear_scan(log_a, log_b, log_h0, cu_seqlens, resets, reverse, backend)
+    log_h, log_h_last = operators.log_linear_scan(log_a, log_b, log_h0, *order, backend)
     return log_h.to(dtype), log_h_last.to(dtype)
 
 
@@ -127,9 +128,7 @@ def checked(
     b: Tensor,
     h0: Tensor | None,
     names: tuple[str, str, str],
-    resets: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
+    order: Order,
     backend: str,
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -144,7 +143,7 @@ def checked(
         raise ValueError(f"{names[1]} must have the shape of {names[0]}, {tuple(a.shape)}; got {tuple(b.shape)}")
     if b.device != a.device:
         raise ValueError(f"{names[1]} must be on the device of {names[0]}, {a.device}; got {b.device}")
-    check_scan(names[0], a, {} if h0 is None else {names[2]: h0}, resets, reverse, cu_seqlens, backend)
+    check_scan(names[0], a, {} if h0 is None else {names[2]: h0}, order, backend)
     dtype = a.dtype
     if b.dtype is not dtype:
         dtype = torch.promote_types(dtype, b.dtype)
@@ -156,16 +155,9 @@ def checked(
     return a, b, h0.to(dtype)
 
 
-def check_scan(
-    name: str,
-    x: Tensor,
-    states: dict[str, Tensor],
-    resets: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    backend: str,
-) -> None:
+def check_scan(name: str, x: Tensor, states: dict[str, Tensor], order: Order, backend: str) -> None:
     """Raise TypeError or ValueError unless the initial states and options fit a scan over `x`, (B, T, D)."""
+    cu_seqlens, resets, reverse = order
     sequences = x.shape[0]
     if cu_seqlens is not None:
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:

@@ -14,6 +14,7 @@ from ostinato.distributed.collectives import group_of
 from ostinato.distributed.kinds import General, LinearScan, LogLinearScan
 from ostinato.distributed.packed import PackedBoundary
 from ostinato.distributed.steps import Steps
+from ostinato.kernels.scan import Order
 from ostinato.recurrence import Recurrence
 
 
@@ -64,7 +65,7 @@ def linear_scan(
     group = group_of(group)
     if group.size() == 1:
         return scan.linear_scan(a, b, h0, resets=resets, reverse=reverse, cu_seqlens=cu_seqlens, backend=backend)
-    a, b, h0 = scan.checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend)
+    a, b, h0 = scan.checked(a, b, h0, ("a", "b", "h0"), Order(cu_seqlens, resets, reverse), backend)
     return _boundary(LinearScan(a, b, resets, reverse, backend), group, cu_seqlens).run(h0)
 
 
@@ -97,8 +98,8 @@ def log_linear_scan(
     options: dict[str, Any] = {"resets": resets, "reverse": reverse, "cu_seqlens": cu_seqlens, "backend": backend}
     if group.size() == 1:
         return scan.log_linear_scan(log_a, log_b, log_h0, **options)
-    names = ("log_a", "log_b", "log_h0")
-    log_a, log_b, log_h0 = scan.checked(log_a, log_b, log_h0, names, resets, reverse, cu_seqlens, backend)
+    order = Order(cu_seqlens, resets, reverse)
+    log_a, log_b, log_h0 = scan.checked(log_a, log_b, log_h0, ("log_a", "log_b", "log_h0"), order, backend)
     dtype = log_b.dtype
     wide = torch.promote_types(dtype, torch.float32)
     log_a, log_b, log_h0 = log_a.to(wide), log_b.to(wide), None if log_h0 is None else log_h0.to(wide)
@@ -148,7 +149,7 @@ def run_recurrence(
         return recurrence(*arguments, h0=h0, **options)
     if recurrence.states:
         raise ValueError(f"recurrence must be linear in its state to run over a sharded sequence; {recurrence} is not")
-    _, dtype, states = recurrence.check(arguments, h0, resets, reverse, cu_seqlens, backend)
+    _, dtype, states = recurrence.check(arguments, h0, Order(cu_seqlens, resets, reverse), backend)
     for name, x in (*zip(recurrence.names, arguments, strict=True), *states.items()):
         check_floating(name, x)
     steps = General(recurrence, tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments), resets, reverse, backend)
