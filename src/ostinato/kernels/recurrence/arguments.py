@@ -43,6 +43,11 @@ class LayerArguments(NamedTuple):
         return sum(parse(self.recurrence).sequences)
 
 
+TENSORS = LayerArguments._fields.index("recurrence")  # so many, which come first, are tensors
+DIFFERENTIABLE = LayerArguments._fields.index("offsets")  # so many of these have gradients
+NOTHING = (None,) * (len(LayerArguments._fields) - DIFFERENTIABLE)  # of all others: gradients, groups of channels
+
+
 class Call(NamedTuple):
     """What kernels take of a call of a non-linear recurrence."""
 

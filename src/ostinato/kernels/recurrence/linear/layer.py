@@ -14,7 +14,7 @@ from ostinato.kernels.operators.dispatch import gradient, gradients, operator, o
 from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.operators.export import refuse_packed
 from ostinato.kernels.operators.vmap import Groups
-from ostinato.kernels.recurrence.arguments import LayerArguments
+from ostinato.kernels.recurrence.arguments import DIFFERENTIABLE, NOTHING, TENSORS, LayerArguments
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear import torch_ops
 
@@ -57,19 +57,19 @@ def _layer_scan_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _layer_scan_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:5], output[0])
-    ctx.settings = inputs[5:]
+    ctx.save_for_backward(*inputs[:TENSORS], output[0])
+    ctx.settings = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
 
 
 def _layer_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
     if grad_h is None and grad_h_last is None:
-        return (None,) * 9
+        return (None,) * len(LayerArguments._fields)
     *tensors, h = ctx.saved_tensors
     given = *tensors, *ctx.settings, h, grad_h, grad_h_last
     grads = layer_scan_backward(*given)
     _, bias, h0, *_ = tensors
-    return (grads[0], None if bias is None else grads[1], None if h0 is None else grads[2]) + (None,) * 6
+    return grads[0], None if bias is None else grads[1], None if h0 is None else grads[2], *NOTHING
 
 
 def _layer_scan_backward_impl(
@@ -111,7 +111,7 @@ def _layer_scan_backward_fake(
 
 def _layer_scan_backward_composite(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *args, _, grad_h, grad_h_last = args  # type: ignore[assignment]
-    wanted = [isinstance(x, Tensor) for x in args[:3]] + [False] * (len(args) - 3)
+    wanted = [isinstance(x, Tensor) for x in args[:DIFFERENTIABLE]] + [False] * len(NOTHING)
     grads = gradients(torch_ops.layer, args, (grad_h, grad_h_last), wanted)
     return grads[0], or_empty(grads[1], args[0]), or_empty(grads[2], args[0])  # type: ignore[return-value]
 
@@ -119,13 +119,13 @@ def _layer_scan_backward_composite(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _layer_scan_groups(*args: Any) -> Groups:
     given = LayerArguments(*args)
     gates = given.directions * given.gates
-    return (gates, gates, 1) + (None,) * 6, (given.directions, 1)
+    return (gates, gates, 1, *NOTHING), (given.directions, 1)
 
 
 def _layer_scan_backward_groups(*args: Any) -> Groups:
     of_inputs, of_results = _layer_scan_groups(*args[:-3])
     h, h_last = of_results
-    return (*of_inputs, h, h, h_last), (*of_inputs[:3],)  # type: ignore[arg-type]
+    return (*of_inputs, h, h, h_last), (*of_inputs[:DIFFERENTIABLE],)  # type: ignore[arg-type]
 
 
 layer_scan_backward = gradient(
