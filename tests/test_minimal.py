@@ -548,6 +548,15 @@ def test_a_cell_remembers_its_step(monkeypatch):
         assert torch.equal(module(x, h), expected)
 
 
+def test_a_state_is_not_taken_for_the_bias_of_a_remembered_step():
+    x, state = torch.randn(2, 3), torch.nn.Parameter(torch.rand(8))  # as many numbers as two states, or a bias, have
+    with torch.no_grad():
+        for _ in range(2):
+            ostinato.MinGRUCell(3, 4)(x)
+        with pytest.raises(ValueError, match=r"hx must have shape \(2, 4\); got \(8,\)"):
+            ostinato.MinGRUCell(3, 4, bias=False)(x, state)
+
+
 def test_each_layer_of_a_stack_remembers_its_step(monkeypatch):
     layer, x = ostinato.MinGRU(3, 4, 2), torch.randn(2, 3)
     with torch.no_grad():
