@@ -48,6 +48,18 @@ def test_a_state_of_an_lstm_of_another_shape_is_refused_as_by_torch(steps, which
             layer(x, tuple(states))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_states_of_an_lstm_are_not_taken_for_the_biases_of_one_before(grad):
+    """Whose call was checked: kernels would read beyond the ends of the states."""
+    x = torch.randn(40, 9, 5, dtype=torch.float64)
+    states = tuple(nn.Parameter(torch.randn(4 * 8, dtype=torch.float64)) for _ in range(2))
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            ostinato.LSTM(5, 8, dtype=torch.float64)(x)
+        with pytest.raises(RuntimeError, match="hx and cx should also be 3-D"):
+            ostinato.LSTM(5, 8, bias=False, dtype=torch.float64)(x, states)
+
+
 @pytest.mark.parametrize("lengths", [(3,), (3, 3), (3, 2)])
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_packed_call_of_an_lstm_that_does_not_fit_is_refused(lengths, grad):

@@ -104,7 +104,8 @@ class SequenceLayers(MaskedLayers):
             like.append(resets)
         autocast = autocast_dtype(device)
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional, self.mode, self.batch_first
-        how = *sizes, self._forced_path, autocast, layers_allow_tf32(device, dtype), resets is None
+        # The number of states tells them from biases, of which an LSTM has as many.
+        how = *sizes, len(states), self._forced_path, autocast, layers_allow_tf32(device, dtype), resets is None
         # On which the plan depends, too.
         where = is_captured(device), torch.get_num_threads(), torch._C._get_cudnn_enabled(), *product_switches()
         # Another object for each mask, and whenever a mask changes.
