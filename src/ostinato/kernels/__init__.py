@@ -1,4 +1,4 @@
-"""The kernels, in the order of their imports: each of these imports from those above it alone.
+"""The kernels, in the order of their imports: each imports from those above it, and from ``ostinato.files``, alone.
 
 ================  ================================================================================
 ``cache.py``      what was compiled, on disk
