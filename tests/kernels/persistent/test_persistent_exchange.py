@@ -121,7 +121,7 @@ def test_the_memory_of_the_exchange_backward_does_not_grow_with_the_steps(monkey
     for layer in (("dense", "gru", 515, 23, f16), ("dense", "lstm", 1024, 64, f32)):
         chosen = candidate(*layer, backward=True)
         launch_of = partial(cuda_launch._launch_of.__wrapped__, chosen, 0)
-        few, many = (launch_of(n, layer[3], False, False, False).bytes["states"] for n in (1, 999))
+        few, many = (launch_of(n, layer[3], False, False, False, 1).bytes["states"] for n in (1, 999))
         assert few == many == 8 * geometry.ceil_div(layer[3], chosen.columns) * chosen.group_bytes
 
 

@@ -123,8 +123,11 @@ class _Launch(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special: int) -> _Launch:
-    found, of_block = kernels(geometry, device, *special), geometry.columns * geometry.block_groups
+def _launch_of(
+    geometry: Geometry, device: int, steps: int, batch: int, resets: bool, packed: bool, keeps: bool, directions: int
+) -> _Launch:
+    found = kernels(geometry, device, resets, packed, keeps, directions)
+    of_block = geometry.columns * geometry.block_groups
     groups = -(-batch // of_block) * geometry.block_groups
     buffers = 0 if geometry.scatters else geometry.state_buffers or steps + 1
     sizes = {"states": buffers * groups * geometry.group_bytes}
@@ -133,7 +136,7 @@ def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special
         sizes["sums"] = geometry.backward * groups * geometry.blocks * geometry.rows * geometry.columns * 4
     else:
         sizes["packed"] = geometry.tiles * geometry.tile_bytes * geometry.blocks
-    if special[0] and not geometry.wide:
+    if resets and not geometry.wide:
         sizes["marks"] = 4 * -(-steps // 32) * batch
     # A thread prepares 32 bytes, or one of 32 steps of a mark's four.
     fill = -(-max(*sizes.values(), 256 * sizes.get("marks", 0)) // (32 * THREADS))
@@ -160,8 +163,9 @@ def launch(geometry: Geometry, *directions: tuple[Layer, dict[str, Any]]) -> Non
         packing = packing_of(layer.mask_hh, geometry)
         geometry = packing.geometry
         tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
-    rows, special = len(directions), (resets is not None, offsets is not None, tensors.get("gates") is not None)
-    prepared = _launch_of(geometry, device, layer.sequences.length(pre), batch, *special, rows)
+    rows, keeps = len(directions), tensors.get("gates") is not None
+    variant = resets is not None, offsets is not None, keeps, rows
+    prepared = _launch_of(geometry, device, layer.sequences.length(pre), batch, *variant)
     addresses = [_addresses(geometry, prepared, *direction) for direction in directions]
     stream, (prepare, recur, _) = launch_stream(device, directions), prepared.kernels
     for first, blocks in prepared.parts:
