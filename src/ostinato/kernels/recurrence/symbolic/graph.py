@@ -35,6 +35,11 @@ class Graph(NamedTuple):
             answers.append(within)
         return answers
 
+    def doubled_by(self, node: Node) -> tuple[int, ...]:
+        """The operand of a node that doubles one, else none."""
+        doubles = node.name == "mul" and self.nodes[node.operands[1]] == Node("constant", value=2.0)
+        return node.operands[:1] if doubles else ()
+
     def is_linear_in(self, inputs: Collection[int]) -> bool:
         """Whether each result is a sum of these inputs times factors that depend on none of them."""
         linear: list[bool] = []  # for each node, whether it is such a sum; zero and NaN are

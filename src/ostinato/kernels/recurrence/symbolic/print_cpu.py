@@ -85,8 +85,8 @@ def _expression(graph: Graph, node: Node, names: list[str], uses: list[int], inp
         return f"sigmoids({names[inner.operands[0]]})[1]"
     if node.name == "exp" and _is_never_positive(graph, inner):
         return f"exp_fraction({operands[0]})"
-    if node.name == "expm1" and (half := _doubled(graph, inner)) is not None and Node("exp", (half,)) in graph.nodes:
-        return f"expm1_of_twice({names[half]})"
+    if node.name == "expm1" and (half := graph.doubled_by(inner)) and Node("exp", half) in graph.nodes:
+        return f"expm1_of_twice({names[half[0]]})"
     if node.name == "log1p" and inner.name == "exp" and graph.nodes[inner.operands[0]].name == "neg":
         exponent = graph.nodes[inner.operands[0]]
         if graph.nodes[exponent.operands[0]].name == "abs":
@@ -99,12 +99,6 @@ def _is_never_positive(graph: Graph, node: Node) -> bool:
     if node.name == "minimum":
         return any(x.name == "constant" and x.value <= 0 for x in operands)
     return node.name == "neg" and operands[0].name == "abs"
-
-
-def _doubled(graph: Graph, node: Node) -> int | None:
-    """Of which node this one is twice the value."""
-    is_twice = node.name == "mul" and graph.nodes[node.operands[1]] == Node("constant", (), 2.0)
-    return node.operands[0] if is_twice else None
 
 
 def _constant(node: Node) -> str:

@@ -90,7 +90,7 @@ def _form(graph: Graph, node: Node) -> tuple[str, tuple[int, ...]]:
     inner = graph.nodes[node.operands[0]]
     if node.name == "sigmoid" and inner.name == "neg" and (other := _find(graph, "sigmoid", inner.operands)):
         return "1 - {}", other
-    if node.name == "expm1" and (root := _find(graph, "exp", _half(graph, inner))):
+    if node.name == "expm1" and (root := _find(graph, "exp", graph.doubled_by(inner))):
         return "exponential_less_one({}, {})", node.operands + root
     if node.name == "tanh_slope" and (tanh := _find(graph, "tanh", node.operands)):
         return "(1 - {0}) * (1 + {0})", tanh
@@ -130,12 +130,6 @@ def _find(graph: Graph, name: str, operands: tuple[int, ...]) -> tuple[int, ...]
     """The node of that name and operands, if there is one."""
     found = (k for k, node in enumerate(graph.nodes) if node.name == name and node.operands == operands)
     return tuple(found)[:1]
-
-
-def _half(graph: Graph, node: Node) -> tuple[int, ...]:
-    """The node that is doubled."""
-    double = node.name == "mul" and graph.nodes[node.operands[1]] == Node("constant", value=2.0)
-    return node.operands[:1] if double else ()
 
 
 def type_of(node: Node) -> str:
