@@ -87,6 +87,39 @@ def test_buffers_change_once_a_step(device):
     torch.testing.assert_close(torch.stack(outputs), expected, rtol=0, atol=1e-6 if device == "cpu" else 1e-3)
 
 
+@torch.library.custom_op("replaytest::sin", mutates_args=())
+def library_sin(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() + 1
+
+
+@torch.library.custom_op("replaytest::sin_", mutates_args=("x",))
+def library_sin_(x: torch.Tensor) -> None:
+    x += 1
+
+
+@torch.library.custom_op("replaytest::relu", mutates_args=())
+def library_relu(x: torch.Tensor) -> torch.Tensor:
+    return x.abs()
+
+
+@torch.library.custom_op("replaytest::empty", mutates_args=())
+def library_empty(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_operators_are_not_taken_for_torchs_of_their_names():
+    x, counted, functions = torch.zeros(3), torch.zeros(3), (library_sin, library_relu, library_empty)
+    with torch.no_grad():
+        with Recorder() as recorder:
+            outputs = [function(x) for function in functions]
+            library_sin_(counted)
+        x -= 0.5
+        recorder.repeat()
+        for y, function in zip(outputs, functions, strict=True):
+            assert torch.equal(y, function(x))
+        assert torch.equal(counted, torch.full((3,), 2.0))
+
+
 def test_other_threads_step_while_one_is_recorded():
     torch.manual_seed(0)
     layer, x = ostinato.GRU(3, 4), torch.randn(1, 3)

@@ -47,7 +47,7 @@ class Recorder(TorchDispatchMode):
         if _BY_VALUE.intersection(func.tags):
             raise Unrepeatable(str(func))
         result = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
+        name = func.overloadpacket.__name__ if func.namespace == "aten" else ""  # others' mean nothing to PyTorch
         if func._schema.is_mutable and name.endswith("_"):
             self._calls.append(functools.partial(getattr(Tensor, name, func), *args, **kwargs))
         elif func._schema.is_mutable:  # its results may or may not alias the arguments that it writes
