@@ -329,7 +329,8 @@ class StackedLayers(FreesGraphs, Generic[State]):
     def _run_step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """All layers at one step."""
         time = 1 if self.batch_first else 0
-        found = replayed(self, x.unsqueeze(time), state, None)
+        # With gradients a step comes before the backward of the one before it, whose graph is then in use.
+        found = None if torch.is_grad_enabled() else replayed(self, x.unsqueeze(time), state, None)
         if found is None:
             return self._run_in_turn(self._step_of_layer, x, state)
         return found[0].squeeze(time), found[1]

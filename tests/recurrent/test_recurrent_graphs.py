@@ -608,5 +608,6 @@ print(kept._kept.replays)
 """
     settings = {} if allocator == "native" else {"PYTORCH_CUDA_ALLOC_CONF": allocator}
     environment = os.environ | settings
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) == (0 if "Async" in allocator else 5)
