@@ -16,6 +16,7 @@ from ostinato.cuda_graphs.capture import capture
 from ostinato.states import each
 
 CALLS, ROUNDS = 50, 20  # calls per sample, fewer than fill a GPU's queue; samples, interleaved over contestants
+SAMPLE = 0.03  # seconds, for which fewer calls are enough
 UNIT = "torch.add(out=)"
 
 Call = Callable[[], Any]
@@ -38,16 +39,20 @@ def _seconds(contestants: dict[str, Call], device: torch.device, rounds: int) ->
     """The time to issue a call: the minimum over interleaved rounds, as noise on the host only adds to it."""
     wait = torch.get_device_module(device).synchronize
     samples: dict[str, list[float]] = {who: [] for who in contestants}
-    for call in contestants.values():
+    count = {}
+    for who, call in contestants.items():
         for _ in range(3):
+            wait()
+            start = time.perf_counter()
             call()
+        count[who] = max(1, min(CALLS, int(SAMPLE / (time.perf_counter() - start))))
     for _ in range(rounds):
         for who, call in contestants.items():
             wait()
             start = time.perf_counter()
-            for _ in range(CALLS):
+            for _ in range(count[who]):
                 call()
-            samples[who].append((time.perf_counter() - start) / CALLS)
+            samples[who].append((time.perf_counter() - start) / count[who])
     wait()
     return {who: min(times) for who, times in samples.items()}
 
