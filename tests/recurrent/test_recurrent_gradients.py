@@ -146,6 +146,38 @@ def test_a_weight_changed_before_the_backward_is_an_error():
             loss.backward()
 
 
+@by("reference", "the CPU's")
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    ("options", "length", "packed"),
+    [
+        ({}, 12, True),
+        ({"num_layers": 2}, 12, False),
+        ({"num_layers": 2}, 1, False),
+        ({"bidirectional": True}, 12, False),
+    ],
+    ids=str,
+)
+def test_weights_given_other_data_before_the_backward(cell, options, length, packed):
+    """As by classes that draw weights anew at each call, of which several come before one backward."""
+    torch.manual_seed(0)
+    layer = make(cell, 5, 16, dtype=torch.float64, **options)
+    x, hx = inputs(layer, 4, length, packed)
+    expected = [gradients(twin(layer), x, hx), gradients(layer, x, hx)]
+    ours = layer.forward
+
+    def forward(*args):
+        result = ours(*args)
+        for weight in layer.parameters():
+            weight.data = torch.full_like(weight, 7.0)
+        return result
+
+    layer.forward = forward
+    for found, of_torch, undisturbed in zip(gradients(layer, x, hx), *expected, strict=True):
+        assert torch.equal(found, undisturbed)
+        torch.testing.assert_close(found, of_torch, rtol=1e-11, atol=1e-11)
+
+
 def test_gradients_of_gradients_are_torchs():
     torch.manual_seed(0)
     layer = pruned("GRU", 5, 16, num_layers=2, bidirectional=True, dtype=torch.float64)
