@@ -193,6 +193,30 @@ def test_onnx_takes_multiples_of_a_size_and_parameters_that_train(tmp_path):
     assert_same(results, model(x))
 
 
+class InSeries(nn.Sequential):
+    """Layers with a state."""
+
+    def forward(self, x):
+        for layer in self:
+            x, _ = layer(x)
+        return x
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")  # the exporter's, that it is the older one
+def test_the_older_onnx_exporter_takes_models_of_recurrent_layers(tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    gru, lstm = ostinato.GRU(6, 16, 2, bidirectional=True), ostinato.prune(ostinato.LSTM(32, 32), 0.2, block=(16, 1))
+    model, axes = InSeries(gru, lstm, ostinato.RNN(32, 8)).eval(), {"x": {0: "time", 1: "batch"}}
+    x = torch.randn(20, 3, 6)
+    torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=False, input_names=["x"], dynamic_axes=axes)
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    for given in (x, torch.randn(34, 2, 6)):
+        (output,) = session.run(None, {"x": given.numpy()})
+        assert_same(output, model(given))
+
+
 @torch.no_grad()
 def test_onnx_stays_finite_where_gates_are_shut(tmp_path):
     runtime = pytest.importorskip("onnxruntime")
