@@ -35,6 +35,19 @@ def recorded(device, pool):
         yield graph
 
 
+def move(weight):
+    """To other memory, as that of an unsharded parameter is freed and allocated anew."""
+    value, storage, address = weight.detach().clone(), weight.untyped_storage(), weight.data_ptr()
+    size = storage.nbytes()
+    storage.resize_(0)
+    in_its_place = [torch.full_like(value, float("nan")) for _ in range(64)]
+    storage.resize_(size)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+        weight.copy_(value)
+    assert weight.data_ptr() != address
+    return in_its_place
+
+
 def simulate(monkeypatch, bytes_of_graphs):
     """Graphs on a CPU, each of which keeps so much memory, from the second equal call on."""
     for module in (calls, function):

@@ -200,10 +200,9 @@ def _short_diagonal(device: torch.device) -> Iterator[tuple[str, dict[str, Call]
     x, grad = torch.randn(2, 64, 16, 128, device=device)
     for kind, trained in itertools.product(DIAGONAL, (False, True)):
         contestants: dict[str, Call] = {}
-        for who, layer in (
-            ("Ostinato", kind(128, 128, device=device)),
-            ("torch.nn's GRU", nn.GRU(128, 128, device=device)),
-        ):
+        layers: dict[str, nn.Module] = {"Ostinato": kind(128, 128, device=device)}
+        layers["torch.nn's GRU"] = nn.GRU(128, 128, device=device)
+        for who, layer in layers.items():
             run = partial(layer, x)
             call = _with_gradients(run, layer, grad) if trained else torch.no_grad()(run)
             contestants[who] = _awaited(call, device)

@@ -213,6 +213,8 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     results, ctx.version = graphs.forward(tensors, resets)
     ctx.graphs, ctx.use, ctx.run = graphs, use, run
+    # Of a parameter autograd keeps the object, whose data may be other by the backward.
+    ctx.weights = [weight.detach() for weight in tensors[1 + graphs.states :]]
     ctx.save_for_backward(*tensors, resets)
     ctx.set_materialize_grads(False)
     return tuple(results)
@@ -223,17 +225,20 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     if all(grad is None for grad in grads):
         return (None,) * len(ctx.needs_input_grad)
     found: Any = None
+    first, needed = 1 + ctx.graphs.states, ctx.needs_input_grad[-len(tensors) :]
+    if not torch.is_grad_enabled():
+        tensors[first:] = [x.requires_grad_(need) for x, need in zip(ctx.weights, needed[first:], strict=True)]
     if not torch.is_grad_enabled() and is_eager(grads) and not torch.cuda.is_current_stream_capturing():
         found = ctx.graphs.backward(ctx.version, tensors, grads)
     if found is None:
-        run, first = ctx.run, 1 + ctx.graphs.states
 
         def launched(own: list[Tensor]) -> list[Tensor]:
-            return run(own[0], own[1:first], own[first:], resets)
+            launch: Run = ctx.run
+            return launch(own[0], own[1:first], own[first:], resets)
 
         # Compiled autograd would follow the launches, and lose all gradients.
         differentiate = torch.compiler.disable(by_autograd) if torch.compiler.is_compiling() else by_autograd
-        found = differentiate(launched, tensors, grads, ctx.needs_input_grad[-len(tensors) :])
+        found = differentiate(launched, tensors, grads, needed)
     return None, None, None, None, *found
 
 

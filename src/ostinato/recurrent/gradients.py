@@ -59,6 +59,8 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, step: _Step, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.step, ctx.count = step, count
         x, states, weights = tensors[0], tensors[1 : 1 + count], tensors[1 + count :]
+        # Of a parameter autograd keeps the object, whose data may be other by the backward.
+        ctx.weights = [weight.detach() for weight in weights]
         output, new, *saved = step.run(x, states, weights)
         ctx.save_for_backward(*tensors, *itertools.chain(*saved))
         ctx.set_materialize_grads(False)
@@ -76,11 +78,11 @@ class _Differentiable(torch.autograd.Function):
             if torch.is_grad_enabled() or (x.is_cpu and not is_eager(grads)):
                 found = _by_cells(step.cells, [x, *states, *weights], ctx.count, grads, needed)
             elif x.is_cpu:
-                found = gradients_of_step(step.mode.lower(), x, states, weights, saved, grads, needed)
-            elif (graph := _graph_of(step, x, states, weights, grads, needed)) is not None:
+                found = gradients_of_step(step.mode.lower(), x, states, ctx.weights, saved, grads, needed)
+            elif (graph := _graph_of(step, x, states, ctx.weights, grads, needed)) is not None:
                 found = graph.replay(x, states, grads)
             else:
-                found = _by_kernels(step.mode, x, states, weights, grads, needed)
+                found = _by_kernels(step.mode, x, states, ctx.weights, grads, needed)
         return None, None, *found
 
 
@@ -111,7 +113,7 @@ class _Graph(KeptGraphs):
 
         def differentiate() -> list[Tensor]:
             x, states, grads = copies
-            found = _by_kernels(mode, x, states, [weight.detach() for weight in weights], grads, needed)
+            found = _by_kernels(mode, x, states, weights, grads, needed)
             return [grad for grad in found if grad is not None]
 
         self._gradients = CapturedFunction(differentiate, _present(*copies), torch.cuda.graph_pool_handle())

@@ -290,6 +290,9 @@ def _stack_of(
     if autocast is not None:
         rows, *states = (x.to(autocast) for x in (rows, *states))
         weights = [x.to(autocast) for x in weights]
+    elif training and not compiled:
+        # Of a parameter itself autograd keeps the object, whose data may be other by the backward.
+        weights = [x.view_as(x) for x in weights]
     alone = len(layer._all_weights) == 1  # whose states need no copy, also backward
     initial: list[Any] = [[x.squeeze(0)] if alone else x.unbind(0) for x in states]
     drops = layer.training and layer.dropout > 0
