@@ -34,6 +34,12 @@ def assert_same(got, expected):
         assert x is None or torch.equal(torch.nan_to_num(x, nan=7e7), torch.nan_to_num(y, nan=7e7))
 
 
+def same_bits(got, expected):
+    """Whether there are as many tensors, each equal to the other."""
+    got, expected = [*got], [*expected]
+    return len(got) == len(expected) and all(map(torch.equal, got, expected))
+
+
 def strided(x, layout):
     """The same (B, T, D) values, otherwise in memory."""
     if layout == "time-major":

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ostinato
+from comparisons import same_bits
 from ostinato.masks import masked
 from ostinato.recurrent.weights import weights_of
 from recurrent_layers import assert_close_to_exact, assert_same, assert_same_gradients, by, flat, inputs, pruned, twin
@@ -152,8 +153,8 @@ def test_gpu_weights_lie_in_one_buffer(settings, dtype):
                 gradients = torch.autograd.grad(output.sum(), list(module.parameters()))
                 torch._foreach_add_([weight.detach() for weight in module.parameters()], gradients, alpha=-0.1)
                 results.append([output, *gradients])
-            assert all(map(torch.equal, results[0], results[1]))
-            assert all(map(torch.equal, results[0], results[2]))
+            assert same_bits(results[0], results[1])
+            assert same_bits(results[0], results[2])
 
 
 def buffers(layer):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comparisons import TOLERANCE, assert_close, assert_same, strided
+from comparisons import TOLERANCE, assert_close, assert_same, same_bits, strided
 from minimal_layers import layer, layer_backward
 from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES
 from ostinato.kernels.scan import Order, cpu, cpu_loops, cpu_narrow, reference
@@ -155,7 +155,7 @@ def test_narrow_scans_have_the_bits_of_wide_ones(
     loops_called.clear()
     wanted = results("contiguous")
     assert cpu_narrow.scan(NUMPY_DTYPES[dtype]) not in loops_called
-    assert all(map(torch.equal, got, wanted))
+    assert same_bits(got, wanted)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -203,7 +203,7 @@ def test_time_contiguous_scans_have_the_bits_of_contiguous_ones(always_parallel,
         inputs = [strided(x, layout) for x in backward_inputs(log, a, b, h)]
         return h, h_last, *backward(*inputs, h0, strided(grad_h, layout), None, Order())
 
-    assert all(map(torch.equal, results("time-contiguous"), results("contiguous")))
+    assert same_bits(results("time-contiguous"), results("contiguous"))
 
 
 @pytest.mark.parametrize("with_resets", [False, True])

@@ -96,13 +96,13 @@ def _at_once(mask_hh: Tensor | None, call: Call, tf32: bool, layers: int) -> int
 _dense_at_once = functools.lru_cache(4096)(functools.partial(_at_once, None))
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def least_steps(device_type: str, cell: str, hidden_size: int, batch: int, dtype: torch.dtype, both: bool) -> int:
     """Fewer steps, without resets, are always left to torch's kernels; ``both`` directions, or one."""
     return _kernels_on(device_type).least_steps(cell, hidden_size, batch, dtype, both)
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def most_single_steps(device_type: str, cell: str, hidden_size: int, batch: int, dtype: torch.dtype) -> int:
     """Up to how many steps, without gradients, resets or masks, are fastest one by one."""
     return _kernels_on(device_type).most_single_steps(cell, hidden_size, batch, dtype)
