@@ -136,8 +136,18 @@ def test_which_calls_are_captured(device, monkeypatch):
     layer.dropout = 0.0
     assert replays_of(layer) == 2
     x, _ = inputs_of(layer, 0)
-    monkeypatch.setattr(stacked, "MOST_BYTES", x.nbytes - 1)
-    assert replays_of(layer) == 0
+    with monkeypatch.context() as smaller:
+        smaller.setattr(stacked, "MOST_BYTES", x.nbytes - 1)
+        assert replays_of(layer) == 0
+    layer.sequence_group = lambda: None  # of processes that share its sequences
+    assert [stacked.replayed(layer, x, None, None) for _ in range(4)] == [None] * 4
+
+
+def test_switches_of_products_count(device, monkeypatch):
+    layer = make("MinGRU", device)
+    assert replays_of(layer) == 2
+    monkeypatch.setattr(stacked, "product_switches", lambda: ("other",))
+    assert replays_of(layer) == 2
 
 
 def test_changed_settings_count(device):
@@ -160,6 +170,20 @@ def test_classes_of_others_are_launched(device):
             return 2 * y, last
 
     assert replays_of(Doubled(SIZE, SIZE, device=device)) == 0
+
+
+def test_a_weight_that_is_made_of_another_is_launched(device):
+    layer = make("MinGRU", device, bias=False)
+    assert replays_of(layer) == 2
+    raw = layer._parameters.pop("weight_ih_l0")
+    layer.register_parameter("raw", raw)  # as of dropped weights
+    layer.weight_ih_l0 = raw / 2
+    x, _ = inputs_of(layer, 0)
+    with launched():
+        expected = layer(x)[0]
+    for _ in range(4):
+        layer.weight_ih_l0 = raw / 2
+        check([layer(x)[0]], [expected])
 
 
 def test_parametrized_weights_are_launched(device):
@@ -192,12 +216,18 @@ def test_autocast_is_that_of_the_call(kind, device):
     for how in (launched, contextlib.nullcontext, contextlib.nullcontext, contextlib.nullcontext):
         with how(), torch.autocast(device, torch.bfloat16):
             results = layer(x)
-        gradients(layer, results, x, retain_graph=True)
-        found.append([results[0], *gradients(layer, results, x)])  # the second time by launched calls
+        once = gradients(layer, results, x, retain_graph=True)
+        found.append([results[0], *once, *gradients(layer, results, x)])  # the second time by launched calls
         for y, right in zip(found[-1], found[0], strict=True):
             assert y.dtype == right.dtype
             torch.testing.assert_close(y, right, rtol=2e-2, atol=2e-2)
+        for late, right in zip(found[-1][1 + len(once) :], found[0][1:], strict=False):
+            torch.testing.assert_close(late, right, rtol=1e-5, atol=1e-5)
     assert kept._kept.replays == 2
+    right = layer(x)[0]
+    for _ in range(4):
+        assert torch.equal(layer(x)[0], right)  # without autocast
+        assert right.dtype == torch.float32
 
 
 def test_late_backwards_and_moved_weights(device):

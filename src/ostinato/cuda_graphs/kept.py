@@ -112,7 +112,6 @@ class _AllKept:
                 if kept.layer() is layer and kept.key != key:  # its weights before, which are kept too
                     self.give_up(kept.graphs)
             of_layer = weakref.ref(layer, lambda _: self.drop(_is_of(graphs)))
-        graphs.last_replay = self.replays
         self._all.append(_Kept(graphs, found, key, of_layer))
 
 

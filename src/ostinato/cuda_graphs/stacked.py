@@ -33,7 +33,7 @@ def replayed(layer: "StackedLayers", x: Tensor, hx: Hidden | None, resets: Tenso
     if resets is not None:
         like.append(resets)
     settings = [getattr(layer, name) for name in layer.settings]
-    how = type(layer), *settings, *layer._parameters, len(states), autocast_dtype(x.device), *product_switches()
+    how = type(layer), *settings, *layer._parameters, autocast_dtype(x.device), *product_switches()
     found = _CALLS.find(like, *how)
     if found is None:
         known = _prepared(layer, x, weights)
