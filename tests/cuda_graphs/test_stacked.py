@@ -280,6 +280,9 @@ def check_steps(layer):
     for run in runs:
         check(run, runs[0])
     assert kept._kept.replays == 2 * STEPS - 1
+    for x in xs:
+        layer.step(x)
+    assert kept._kept.replays == 2 * STEPS - 1  # with gradients they are launched
 
 
 @pytest.mark.parametrize("kind", ["RGLRU", "LRU", "ParaLSTM"])

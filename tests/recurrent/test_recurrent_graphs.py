@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -19,7 +20,7 @@ from ostinato.cuda_graphs import calls, kept
 from ostinato.recurrent import gradients as step_gradients
 from ostinato.recurrent import sequences, steps
 from ostinato.states import each
-from simulated_graphs import move, simulate
+from simulated_graphs import Recorded, move, simulate
 
 SIZES = {
     "one layer": {},
@@ -194,6 +195,35 @@ def test_gradients_of_steps_in_simulated_graphs(options, monkeypatch):
     assert kept._kept.replays == 3 + 2 + 2
     graph = step_gradients._graph_of(step, x, [h], [*weights[:-1], weights[-1].clone()], grads, needed)
     assert graph is None  # another layer's
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7)
+    assert step_gradients._graph_of(step, x, [h], weights, grads, needed) is None
+
+
+def test_threads_share_gradients_of_steps(monkeypatch):
+    simulate(monkeypatch, 100)
+    replay = Recorded.replay
+    monkeypatch.setattr(Recorded, "replay", lambda self: time.sleep(1e-3) or replay(self))  # others go on
+    weights = [torch.randn(*x.shape) for x in ostinato.RNN(INPUT, HIDDEN).parameters()]
+    step, needed = step_gradients._Step("RNN_TANH", None, None, kept.Repeated()), (True,) * 6
+    x, h, grad = torch.randn(4, BATCH, INPUT), torch.randn(4, 1, BATCH, HIDDEN), torch.randn(4, BATCH, HIDDEN)
+    expected = [
+        step_gradients._by_kernels("RNN_TANH", x[i], [h[i]], weights, (grad[i], None), needed) for i in range(4)
+    ]
+    while (graph := step_gradients._graph_of(step, x[0], [h[0]], weights, (grad[0], None), needed)) is None:
+        pass
+    found = [None] * 4
+
+    def run(i):
+        found[i] = [graph.replay(x[i], [h[i]], (grad[i], None)) for _ in range(5)]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine, right in zip(found, expected, strict=True):
+        for one in mine:
+            equal(one, right)
 
 
 @pytest.mark.gpu

@@ -140,9 +140,7 @@ def _graph_of(
     """The graph of a step's gradients; None if there is none, or not yet."""
     if step.graphs is None or not is_eager(grads) or not on_default_stream(x):
         return None
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    key = addresses_of(weights), needed, tuple([grad is not None for grad in grads]), product_switches()
+    key = addresses_of(weights), tuple([grad is not None for grad in grads]), product_switches()
     bytes_needed = 2 * sum(weight.nbytes for weight in weights)  # of their gradients, and these as one tensor
     return step.graphs.graphs_of(key, lambda: _Graph(step.mode, x, states, weights, grads, needed), bytes_needed)
 
