@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ostinato.kernels.matmul import cublas
-from ostinato.kernels.matmul.precision import layers_allow_tf32, products_allow_tf32
+from ostinato.kernels.matmul.precision import layers_allow_tf32, product_switches, products_allow_tf32
 
 CUDA, f32 = torch.device("cuda"), torch.float32
 
@@ -32,3 +32,18 @@ def test_layers_have_the_switch_of_torchs_layers_by_old_and_new_names(loaded, mo
     layers.conv.fp32_precision, layers.rnn.fp32_precision = "ieee", "tf32"  # the old name cannot say that
     assert layers_allow_tf32(CUDA, f32) == loaded
     layers.conv.fp32_precision, layers.rnn.fp32_precision = conv, rnn
+
+
+SWITCHES = "tf32", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation"
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_all_switches_of_products_count(switch):
+    products, name, seen = torch.backends.cuda.matmul, f"allow_{switch}", product_switches()
+    before = getattr(products, name)
+    try:
+        setattr(products, name, not before)
+        assert product_switches() != seen
+    finally:
+        setattr(products, name, before)
+    assert product_switches() == seen

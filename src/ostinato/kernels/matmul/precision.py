@@ -20,8 +20,9 @@ def products_allow_tf32() -> bool:
 
 def product_switches() -> tuple[Any, ...]:
     """All of PyTorch's switches that choose between kernels of products on a GPU."""
-    reduced = torch._C._get_cublas_allow_fp16_reduced_precision_reduction()
-    return products_allow_tf32(), reduced, torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
+    reduced_fp16 = torch._C._get_cublas_allow_fp16_reduced_precision_reduction()
+    reduced_bf16 = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
+    return products_allow_tf32(), reduced_fp16, reduced_bf16, torch._C._get_cublas_allow_fp16_accumulation()
 
 
 def layers_allow_tf32(device: torch.device, dtype: torch.dtype) -> bool:
