@@ -150,6 +150,16 @@ def test_switches_of_products_count(device, monkeypatch):
     assert replays_of(layer) == 2
 
 
+@pytest.mark.parametrize("shape", [(STEPS, 0, SIZE), (0, BATCH, SIZE)])
+def test_calls_without_an_element_are_launched(shape, device):
+    layer = make("MinGRU", device)
+    for _ in range(4):
+        output, last = layer(torch.empty(shape, requires_grad=True))
+        gradients(layer, (output, last))
+    assert output.shape == shape
+    assert kept._kept.replays == 0
+
+
 def test_changed_settings_count(device):
     layer = make("IndRNN", device)
     assert replays_of(layer) == 2
