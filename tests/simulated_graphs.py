@@ -22,6 +22,7 @@ class Recorded(TorchDispatchMode):
         return results
 
     @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # as the operations are those that autocast has chosen
     def replay(self):
         for func, args, kwargs, results in self.operations:
             for before, now in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):

@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -208,6 +209,41 @@ def test_gradients_are_those_of_the_weights_of_the_forward():
     assert kept._kept.replays == before + 2
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_autocast_around_a_backward_alone(late):
+    layer, x = Layer(), x_of()
+    expected = expected_of(layer, x)
+    for _ in range(2):
+        results = layer(x)
+    for is_on in (True, False):  # the backward is captured where it is on
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            if late:
+                gradients(layer, results, x, retain_graph=True)
+            assert_equal(gradients(layer, results, x), expected)
+        results = layer(x)
+    assert kept._kept.replays == 3
+
+
+@pytest.mark.parametrize("frozen", ["weights", "input"])
+@pytest.mark.parametrize("how", ["in time", "late", "differentiable"])
+def test_what_is_frozen_before_the_backward(how, frozen):
+    layer, x = Layer(), x_of()
+    before, expected = warmed(layer, x), expected_of(layer, x)
+    leaves, results = [x, *layer.parameters()], layer(x)
+    if how == "late":
+        gradients(layer, results, retain_graph=True)
+    for leaf in leaves[1:] if frozen == "weights" else leaves[:1]:
+        leaf.requires_grad_(False)
+    loss = sum((y * y.detach().cos()).sum() for y in results)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a cycle, which the test frees
+        loss.backward(create_graph=how == "differentiable")
+    for leaf, grad in zip(leaves, expected, strict=True):
+        assert torch.equal(leaf.grad, grad) if leaf.requires_grad else leaf.grad is None
+        leaf.grad = None
+    assert kept._kept.replays == before + 1
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints(reentrant):
     layer, x = Layer(), x_of()
@@ -330,6 +366,21 @@ def test_gradients_may_be_changed_one_by_one():
     second.zero_()
     scaled.sum().backward()
     assert scale.grad == first.sum()
+
+
+def test_gradients_of_gradients_are_those_of_the_weights_of_the_forward():
+    layer, x = Layer(), x_of()
+    before = warmed(layer, x)
+
+    def second(output):
+        (grad,) = torch.autograd.grad(output.sin().sum(), x, create_graph=True)
+        return grad, *torch.autograd.grad(grad.square().sum(), [x, *layer.parameters()])
+
+    expected = second(layer(x)[0])
+    output = layer(x)[0]
+    layer.weights[1].data = torch.full((3, 3), float("nan"))
+    assert_equal(second(output), expected)
+    assert kept._kept.replays == before + 2
 
 
 def test_compiled_backwards():

@@ -178,6 +178,23 @@ def test_weights_given_other_data_before_the_backward(cell, options, length, pac
         torch.testing.assert_close(found, of_torch, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("length", [1, 12])
+@pytest.mark.parametrize("cell", CELLS)
+@by("as planned")
+def test_gradients_of_gradients_with_weights_given_other_data_before(cell, length):
+    layer = make(cell, 5, 16, dtype=torch.float64)
+    x = inputs(layer, 4, length)[0].requires_grad_()
+    found = []
+    for changed in ({}, dict(layer.named_parameters())):
+        output = layer(x)[0]
+        for weight in changed.values():
+            weight.data = torch.full_like(weight, 7.0)
+        (first,) = torch.autograd.grad(output.sin().sum(), x, create_graph=True)
+        found.append([first, *torch.autograd.grad(first.square().sum(), layer.weight_ih_l0)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_gradients_of_gradients_are_torchs():
     torch.manual_seed(0)
     layer = pruned("GRU", 5, 16, num_layers=2, bidirectional=True, dtype=torch.float64)

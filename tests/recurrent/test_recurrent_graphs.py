@@ -166,6 +166,21 @@ def test_converted_parameters_are_freed(simulated):
     assert kept._kept._all == []
 
 
+def test_autocast_in_simulated_graphs(simulated):
+    layer, x = simulated(), torch.randn(7, 3, 16)
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            results = layer(x)
+        return [*results, *gradients(layer, results, ())]
+
+    before, expected = kept._kept.replays, run()
+    assert expected[0].dtype == torch.bfloat16
+    for _ in range(2):
+        equal(run(), expected)
+    assert kept._kept.replays == before + 2
+
+
 def loop(layer, seed):
     """The outputs of steps, with a state that is given, and gradients of the parameters, the input and that state."""
     x, state = input_of(layer, seed), states_of(layer, seed)

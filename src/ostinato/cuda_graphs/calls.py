@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from ostinato.cuda_graphs.capture import Pool, bytes_of, captured
 from ostinato.cuda_graphs.function import CapturedFunction
 from ostinato.cuda_graphs.kept import KeptGraphs, Repeated
-from ostinato.kernels.operators.autograd import by_autograd
+from ostinato.kernels.operators.autograd import by_autograd, with_data
 from ostinato.kernels.operators.dispatch import apply_of, autograd_function
 from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.persistent.backends import check_launches
+from ostinato.kernels.persistent.modes import without_autocast
 
 Run = Callable[[Tensor, list[Tensor], list[Tensor], Tensor | None], list[Tensor]]
 """A launched call: the output and last states, of the input, the states, the weights and resets."""
@@ -226,19 +227,19 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None,) * len(ctx.needs_input_grad)
     found: Any = None
     first, needed = 1 + ctx.graphs.states, ctx.needs_input_grad[-len(tensors) :]
-    if not torch.is_grad_enabled():
-        tensors[first:] = [x.requires_grad_(need) for x, need in zip(ctx.weights, needed[first:], strict=True)]
-    if not torch.is_grad_enabled() and is_eager(grads) and not torch.cuda.is_current_stream_capturing():
-        found = ctx.graphs.backward(ctx.version, tensors, grads)
-    if found is None:
+    tensors[first:] = map(with_data, tensors[first:], ctx.weights) if torch.is_grad_enabled() else ctx.weights
+    with without_autocast(tensors[0].device.type):  # as the forward had it, whatever there is around the backward
+        if not torch.is_grad_enabled() and is_eager(grads) and not torch.cuda.is_current_stream_capturing():
+            found = ctx.graphs.backward(ctx.version, tensors, grads)
+        if found is None:
 
-        def launched(own: list[Tensor]) -> list[Tensor]:
-            launch: Run = ctx.run
-            return launch(own[0], own[1:first], own[first:], resets)
+            def launched(own: list[Tensor]) -> list[Tensor]:
+                launch: Run = ctx.run
+                return launch(own[0], own[1:first], own[first:], resets)
 
-        # Compiled autograd would follow the launches, and lose all gradients.
-        differentiate = torch.compiler.disable(by_autograd) if torch.compiler.is_compiling() else by_autograd
-        found = differentiate(launched, tensors, grads, needed)
+            # Compiled autograd would follow the launches, and lose all gradients.
+            differentiate = torch.compiler.disable(by_autograd) if torch.compiler.is_compiling() else by_autograd
+            found = differentiate(launched, tensors, grads, needed)
     return None, None, None, None, *found
 
 

@@ -18,7 +18,7 @@ from ostinato.cuda_graphs.calls import addresses_of, are_worth, on_default_strea
 from ostinato.cuda_graphs.function import CapturedFunction
 from ostinato.cuda_graphs.kept import KeptGraphs, Repeated
 from ostinato.kernels.matmul.precision import product_switches
-from ostinato.kernels.operators.autograd import Gradients, by_autograd
+from ostinato.kernels.operators.autograd import Gradients, by_autograd, with_data
 from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.persistent.backends import gradients_of_step
 from ostinato.kernels.persistent.modes import without_autocast
@@ -77,6 +77,7 @@ class _Differentiable(torch.autograd.Function):
         with without_autocast(x.device.type):
             if torch.is_grad_enabled() or (x.is_cpu and not is_eager(grads)):
                 found = _by_cells(step.cells, [x, *states, *weights], ctx.count, grads, needed)
+                weights = [*map(with_data, weights, ctx.weights)]
             elif x.is_cpu:
                 found = gradients_of_step(step.mode.lower(), x, states, ctx.weights, saved, grads, needed)
             elif (graph := _graph_of(step, x, states, ctx.weights, grads, needed)) is not None:

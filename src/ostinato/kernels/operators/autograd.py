@@ -21,8 +21,20 @@ def by_autograd(
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         own = [tensor.view_as(tensor) for tensor in tensors]  # tells the same tensor given twice apart
+        for tensor, need in zip(own, needed, strict=True):
+            if need and not tensor.requires_grad:  # any longer, or as a copy of what did
+                tensor.requires_grad_()
         results = [y for y, grad in zip(function(own), grads, strict=True) if grad is not None]
         inputs = [tensor for tensor, need in zip(own, needed, strict=True) if need]
         given = [grad for grad in grads if grad is not None]
         found = iter(torch.autograd.grad(results, inputs, given, create_graph=create_graph, allow_unused=True))
     return [next(found) if need else None for need in needed]
+
+
+def with_data(tensor: Tensor, data: Tensor) -> Tensor:
+    """The tensor, with the data that it had at a call, in case that ``tensor.data = ...`` has given it other."""
+    if tensor.data_ptr() == data.data_ptr():
+        return tensor
+    own = tensor.view_as(tensor)
+    own.data = data
+    return own
