@@ -406,7 +406,7 @@ def test_weights_before_are_freed():
         before, expected = warmed(layer, x), expected_of(layer, x)
         assert_equal(gradients(layer, layer(x), x), expected)
         assert kept._kept.replays == before + 1
-        assert [x.key for x in kept._kept._all] == [calls.addresses_of([*layer.weights])]
+        assert [x.key for x in kept._kept._all] == [(calls.addresses_of([*layer.weights]),)]
 
 
 def test_a_backward_is_captured_only_of_weights_that_have_not_moved():

@@ -204,27 +204,28 @@ def test_gradients_of_steps_in_simulated_graphs(options, monkeypatch):
         x, h, *grads = map(torch.randn, shapes)
         grads = [grad if is_present else None for grad, is_present in zip(grads, present, strict=True)]
         expected = step_gradients._by_kernels("RNN_TANH", x, [h], weights, grads, needed)
-        graph = step_gradients._graph_of(step, x, [h], weights, grads, needed)
+        graph = step_gradients._graph_of(step, layer.weight_ih_l0, x, [h], weights, grads, needed)
         if graph is not None:
             equal(graph.replay(x, [h], grads), expected)
     assert kept._kept.replays == 3 + 2 + 2
-    graph = step_gradients._graph_of(step, x, [h], [*weights[:-1], weights[-1].clone()], grads, needed)
-    assert graph is None  # another layer's
+    others = [*weights[:-1], weights[-1].clone()]  # another layer's
+    assert step_gradients._graph_of(step, layer.weight_ih_l0, x, [h], others, grads, needed) is None
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7)
-    assert step_gradients._graph_of(step, x, [h], weights, grads, needed) is None
+    assert step_gradients._graph_of(step, layer.weight_ih_l0, x, [h], weights, grads, needed) is None
 
 
 def test_threads_share_gradients_of_steps(monkeypatch):
     simulate(monkeypatch, 100)
     replay = Recorded.replay
     monkeypatch.setattr(Recorded, "replay", lambda self: time.sleep(1e-3) or replay(self))  # others go on
-    weights = [torch.randn(*x.shape) for x in ostinato.RNN(INPUT, HIDDEN).parameters()]
+    layer = ostinato.RNN(INPUT, HIDDEN)
+    weights, owner = [x.detach() for x in layer.parameters()], layer.weight_ih_l0
     step, needed = step_gradients._Step("RNN_TANH", None, None, kept.Repeated()), (True,) * 6
     x, h, grad = torch.randn(4, BATCH, INPUT), torch.randn(4, 1, BATCH, HIDDEN), torch.randn(4, BATCH, HIDDEN)
     expected = [
         step_gradients._by_kernels("RNN_TANH", x[i], [h[i]], weights, (grad[i], None), needed) for i in range(4)
     ]
-    while (graph := step_gradients._graph_of(step, x[0], [h[0]], weights, (grad[0], None), needed)) is None:
+    while (graph := step_gradients._graph_of(step, owner, x[0], [h[0]], weights, (grad[0], None), needed)) is None:
         pass
     found = [None] * 4
 
@@ -239,6 +240,37 @@ def test_threads_share_gradients_of_steps(monkeypatch):
     for mine, right in zip(found, expected, strict=True):
         for one in mine:
             equal(one, right)
+
+
+@pytest.mark.parametrize("end", ["deleted", "converted", "replaced", "other data"])
+def test_graphs_of_steps_go_with_their_layer(end, monkeypatch):
+    simulate(monkeypatch, 100)
+    layer = ostinato.RNN(INPUT, HIDDEN)
+    step = step_gradients._Step("RNN_TANH", None, None, kept.Repeated())
+    needed = (True,) * (2 + len(layer._flat_weights))
+
+    def run(present):
+        grads = [torch.randn(BATCH, HIDDEN), torch.randn(1, BATCH, HIDDEN) if present else None]
+        x, h = torch.randn(BATCH, INPUT), torch.randn(1, BATCH, HIDDEN)
+        weights = [y.detach() for y in layer.parameters()]
+        step_gradients._graph_of(step, layer.weight_ih_l0, x, [h], weights, grads, needed)
+
+    for present in (True, True, False, False):
+        run(present)
+    assert len(kept._kept._all) == 2
+    if end == "deleted":
+        del layer
+        gc.collect()
+    elif end == "converted":
+        layer.double()
+    elif end == "replaced":
+        held = layer.weight_ih_l0  # as by an optimiser
+        layer.weight_ih_l0 = torch.nn.Parameter(held.detach().clone())
+    else:
+        layer.weight_hh_l0.data = layer.weight_hh_l0.data.clone()
+        for _ in range(2):
+            run(True)
+    assert len(kept._kept._all) == (1 if end == "other data" else 0)
 
 
 @pytest.mark.gpu

@@ -189,7 +189,7 @@ def replay(
             return CallGraphs(run, [x, *states, *weights], len(states), resets)
 
     bytes_needed = _bytes_of(weights, x.numel() // x.shape[-1])
-    found = calls.graphs_of(addresses_of(weights), capture, bytes_needed, layer)
+    found = calls.graphs_of((addresses_of(weights),), capture, bytes_needed, layer)
     if found is None:
         return None
     if not training:

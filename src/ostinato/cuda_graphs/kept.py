@@ -35,15 +35,16 @@ class Repeated(Generic[G]):
     """Calls of the same sizes, by what else tells them apart: how often one has come, then its graphs, or None."""
 
     def __init__(self) -> None:
-        self.found: dict[Hashable, int | G | None] = {}
+        self.found: dict[tuple[Hashable, ...], int | G | None] = {}
 
     def graphs_of(
-        self, key: Hashable, capture: Callable[[], G], bytes_needed: int, layer: nn.Module | None = None
+        self, key: tuple[Hashable, ...], capture: Callable[[], G], bytes_needed: int, owner: nn.Module | nn.Parameter
     ) -> G | None:
         """The graphs of a call, which are captured once it has come often enough.
 
         None if it has none: not yet, or as it cannot be captured, which is a RuntimeError, or as the others leave no
-        room.  They go with the layer, if one is given, whose weights would be kept too.
+        room.  The key begins with where the weights are.  They would be kept, too: graphs go with their owner, which is
+        the layer or a parameter of it, and with its weights.
         """
         found = self.found.get(key, 0)
         if type(found) is not int:
@@ -59,7 +60,7 @@ class Repeated(Generic[G]):
         if _kept.make_room(bytes_needed):
             with suppress(RuntimeError):
                 self.found[key] = graphs = capture()
-                _kept.add(graphs, self.found, key, layer)
+                _kept.add(graphs, self.found, key, owner)
                 return graphs
         return None
 
@@ -68,9 +69,9 @@ class _Kept(NamedTuple):
     """Graphs, and where they are found."""
 
     graphs: KeptGraphs
-    found: dict[Hashable, Any]
-    key: Hashable
-    layer: Callable[[], nn.Module | None]
+    found: dict[tuple[Hashable, ...], Any]
+    key: tuple[Hashable, ...]
+    owner: Callable[[], Any]
 
 
 def _is_of(graphs: KeptGraphs) -> Callable[[_Kept], bool]:
@@ -105,14 +106,17 @@ class _AllKept:
             self.drop(_is_of(oldest.graphs))
         return True
 
-    def add(self, graphs: KeptGraphs, found: dict[Hashable, Any], key: Hashable, layer: nn.Module | None) -> None:
-        of_layer: Callable[[], nn.Module | None] = lambda: None  # noqa: E731
-        if layer is not None:
-            for kept in self._all[:]:
-                if kept.layer() is layer and kept.key != key:  # its weights before, which are kept too
-                    self.give_up(kept.graphs)
-            of_layer = weakref.ref(layer, lambda _: self.drop(_is_of(graphs)))
-        self._all.append(_Kept(graphs, found, key, of_layer))
+    def add(
+        self,
+        graphs: KeptGraphs,
+        found: dict[tuple[Hashable, ...], Any],
+        key: tuple[Hashable, ...],
+        owner: nn.Module | nn.Parameter,
+    ) -> None:
+        for kept in self._all[:]:
+            if kept.owner() is owner and kept.key[0] != key[0]:  # its weights before, which are kept too
+                self.give_up(kept.graphs)
+        self._all.append(_Kept(graphs, found, key, weakref.ref(owner, lambda _: self.drop(_is_of(graphs)))))
 
 
 _kept = _AllKept()
@@ -126,11 +130,12 @@ class FreesGraphs(nn.Module):
         return super()._apply(fn, recurse)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
         if isinstance(value, nn.Parameter):
             forget(self)
+        super().__setattr__(name, value)
 
 
 def forget(layer: nn.Module) -> None:
     """Free the graphs of a layer."""
-    _kept.drop(lambda kept: kept.layer() is layer)
+    owners = [id(x) for x in (layer, *layer.__dict__.get("_parameters", {}).values()) if x is not None]
+    _kept.drop(lambda kept: id(kept.owner()) in owners)

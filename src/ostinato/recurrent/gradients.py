@@ -5,13 +5,14 @@ GPU its backward computes the step again and calls the kernels that autograd wou
 on a CPU it goes on from the gates, which the step saves.  For derivatives of higher order it differentiates the cells.
 """
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.cuda_graphs.calls import addresses_of, are_worth, on_default_stream
@@ -60,7 +61,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.step, ctx.count = step, count
         x, states, weights = tensors[0], tensors[1 : 1 + count], tensors[1 + count :]
         # Of a parameter autograd keeps the object, whose data may be other by the backward.
-        ctx.weights = [weight.detach() for weight in weights]
+        ctx.weights, ctx.owner = [weight.detach() for weight in weights], weights[0]
         output, new, *saved = step.run(x, states, weights)
         ctx.save_for_backward(*tensors, *itertools.chain(*saved))
         ctx.set_materialize_grads(False)
@@ -80,7 +81,7 @@ class _Differentiable(torch.autograd.Function):
                 weights = [*map(with_data, weights, ctx.weights)]
             elif x.is_cpu:
                 found = gradients_of_step(step.mode.lower(), x, states, ctx.weights, saved, grads, needed)
-            elif (graph := _graph_of(step, x, states, ctx.weights, grads, needed)) is not None:
+            elif (graph := _graph_of(step, ctx.owner, x, states, ctx.weights, grads, needed)) is not None:
                 found = graph.replay(x, states, grads)
             else:
                 found = _by_kernels(step.mode, x, states, ctx.weights, grads, needed)
@@ -136,14 +137,21 @@ def _present(x: Tensor, states: list[Tensor], grads: Gradients) -> list[Tensor]:
 
 
 def _graph_of(
-    step: _Step, x: Tensor, states: list[Tensor], weights: list[Tensor], grads: Gradients, needed: Sequence[bool]
+    step: _Step,
+    owner: nn.Parameter,
+    x: Tensor,
+    states: list[Tensor],
+    weights: list[Tensor],
+    grads: Gradients,
+    needed: Sequence[bool],
 ) -> _Graph | None:
-    """The graph of a step's gradients; None if there is none, or not yet."""
+    """The graph of a step's gradients, which goes with its owner; None if there is none, or not yet."""
     if step.graphs is None or not is_eager(grads) or not on_default_stream(x):
         return None
     key = addresses_of(weights), tuple([grad is not None for grad in grads]), product_switches()
     bytes_needed = 2 * sum(weight.nbytes for weight in weights)  # of their gradients, and these as one tensor
-    return step.graphs.graphs_of(key, lambda: _Graph(step.mode, x, states, weights, grads, needed), bytes_needed)
+    capture = functools.partial(_Graph, step.mode, x, states, weights, grads, needed)
+    return step.graphs.graphs_of(key, capture, bytes_needed, owner)
 
 
 def _by_kernels(
