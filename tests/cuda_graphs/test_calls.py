@@ -420,6 +420,15 @@ def test_a_backward_is_captured_only_of_weights_that_have_not_moved():
     assert [*layer.calls.found.values()] == [None]
 
 
+def test_the_gradient_of_an_input_does_not_keep_those_of_weights():
+    layer, x, state = Layer(), x_of(), torch.randn(2, 3).requires_grad_()
+    for _ in range(3):
+        found = gradients(layer, layer(x, state), x, state)
+    assert kept._kept.replays == 2
+    assert found[0].untyped_storage().nbytes() == x.nbytes + state.nbytes
+    assert_equal(found, expected_of(layer, x, state))
+
+
 def test_graphs_without_memory_of_their_own_are_dropped(monkeypatch):
     segments = [{"segment_pool_id": (0, 0), "address": 0, "total_size": 64}]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.cuda_graphs.capture import Pool, bytes_of, captured
-from ostinato.cuda_graphs.function import CapturedFunction
+from ostinato.cuda_graphs.function import CapturedFunction, without_none
 from ostinato.cuda_graphs.kept import KeptGraphs, Repeated
 from ostinato.kernels.operators.autograd import by_autograd, with_data
 from ostinato.kernels.operators.dispatch import apply_of, autograd_function
@@ -131,6 +131,7 @@ class CallGraphs(KeptGraphs):
             found = _Backward(
                 [y for y, is_present in zip(self._results, present, strict=True) if is_present],
                 self._leaves,
+                1 + self.states,
                 self._pool,
             )
         except RuntimeError:  # as where memory is short
@@ -146,15 +147,16 @@ class _Use:
 class _Backward:
     """The gradients of the leaves, of those of results."""
 
-    def __init__(self, results: list[Tensor], leaves: list[Tensor], pool: Pool) -> None:
+    def __init__(self, results: list[Tensor], leaves: list[Tensor], inputs: int, pool: Pool) -> None:
         needed = [x for x in leaves if x.requires_grad]
+        inputs = sum(x.requires_grad for x in leaves[:inputs])
         given = [torch.zeros_like(y) for y in results]
         of_needed: list[bool] = []
 
-        def differentiate() -> list[Tensor]:
+        def differentiate() -> list[list[Tensor]]:
             found = torch.autograd.grad(results, needed, given, retain_graph=True, allow_unused=True)
             of_needed[:] = [grad is not None for grad in found]
-            return [grad for grad in found if grad is not None]
+            return [without_none(found[:inputs]), without_none(found[inputs:])]
 
         with torch.autograd.set_multithreading_enabled(False):
             self._gradients = CapturedFunction(differentiate, given, pool)

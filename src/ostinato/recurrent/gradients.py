@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.cuda_graphs.calls import addresses_of, are_worth, on_default_stream
-from ostinato.cuda_graphs.function import CapturedFunction
+from ostinato.cuda_graphs.function import CapturedFunction, without_none
 from ostinato.cuda_graphs.kept import KeptGraphs, Repeated
 from ostinato.kernels.matmul.precision import product_switches
 from ostinato.kernels.operators.autograd import Gradients, by_autograd, with_data
@@ -77,8 +77,8 @@ class _Differentiable(torch.autograd.Function):
         states, weights = others[: ctx.count], others[ctx.count :]
         with without_autocast(x.device.type):
             if torch.is_grad_enabled() or (x.is_cpu and not is_eager(grads)):
-                found = _by_cells(step.cells, [x, *states, *weights], ctx.count, grads, needed)
                 weights = [*map(with_data, weights, ctx.weights)]
+                found = _by_cells(step.cells, [x, *states, *weights], ctx.count, grads, needed)
             elif x.is_cpu:
                 found = gradients_of_step(step.mode.lower(), x, states, ctx.weights, saved, grads, needed)
             elif (graph := _graph_of(step, ctx.owner, x, states, ctx.weights, grads, needed)) is not None:
@@ -113,18 +113,18 @@ class _Graph(KeptGraphs):
         copies = _clone(x), [_clone(state) for state in states], [None if y is None else _clone(y) for y in grads]
         self._needed, self._lock = needed, threading.Lock()
 
-        def differentiate() -> list[Tensor]:
+        def differentiate() -> list[list[Tensor]]:
             x, states, grads = copies
-            found = _by_kernels(mode, x, states, weights, grads, needed)
-            return [grad for grad in found if grad is not None]
+            found, inputs = _by_kernels(mode, x, states, weights, grads, needed), 1 + len(states)
+            return [without_none(found[:inputs]), without_none(found[inputs:])]
 
-        self._gradients = CapturedFunction(differentiate, _present(*copies), torch.cuda.graph_pool_handle())
+        self._gradients = CapturedFunction(differentiate, _given(*copies), torch.cuda.graph_pool_handle())
         self.bytes = self._gradients.bytes
 
     def replay(self, x: Tensor, states: list[Tensor], grads: Gradients) -> Gradients:
         with self._lock:
             self.count_replay()
-            found = iter(self._gradients(_present(x, states, grads)))
+            found = iter(self._gradients(_given(x, states, grads)))
         return [next(found) if need else None for need in self._needed]
 
 
@@ -132,8 +132,8 @@ def _clone(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _present(x: Tensor, states: list[Tensor], grads: Gradients) -> list[Tensor]:
-    return [x, *states, *(grad for grad in grads if grad is not None)]
+def _given(x: Tensor, states: list[Tensor], grads: Gradients) -> list[Tensor]:
+    return [x, *states, *without_none(grads)]
 
 
 def _graph_of(
