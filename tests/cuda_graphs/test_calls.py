@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ostinato.cuda_graphs import calls, capture, function, kept
 from simulated_graphs import Recorded, move, simulate
 
-BYTES = 2 * (3 + 3 * 3) * 4 * 4 * 2  # of a call: as many as are estimated
+BYTES = 2 * (3 + 3 * 3) * 4 * 4 * 2 + 2 * 2 * 3 * 3 * 4  # of a call and its gradients: as many as are estimated
 
 
 class Layer(nn.Module):
@@ -464,18 +464,36 @@ def test_others_launch_while_a_call_is_captured(monkeypatch):
 
 
 def test_the_memory_of_a_backward_counts(monkeypatch):
-    memory = iter([7, 11, 13])
+    memory = iter([BYTES - 1, BYTES + 1, BYTES + 2])
     for module in (calls, function):
         monkeypatch.setattr(module, "bytes_of", lambda pool, result: next(memory))
     layer, x = Layer(), x_of()
     layer(x)
     results = layer(x)
     (own,) = kept._kept._all
-    assert own.graphs.bytes == 7
+    assert own.graphs.bytes == BYTES  # from the forward on, as those of other layers come before the first backward
     gradients(layer, results)
-    assert own.graphs.bytes == 11
+    assert own.graphs.bytes == BYTES + 1
     gradients(layer, layer(x), chosen=(0,))  # another graph
-    assert own.graphs.bytes == 13
+    assert own.graphs.bytes == BYTES + 2
+
+
+def test_the_gradients_of_large_weights_take_room(monkeypatch):
+    layer, x = Layer(), x_of()
+    monkeypatch.setattr(kept, "MOST_KEPT", BYTES - 1)
+    assert warmed(layer, x) == 0
+    other = Layer()
+    with torch.no_grad():
+        for _ in range(2):
+            other(x)
+    assert kept._kept.replays == 1
+    monkeypatch.setattr(kept, "MOST_KEPT", 3 * BYTES)
+    layers = [Layer() for _ in range(4)]
+    for _ in range(2):
+        results = [layer(x) for layer in layers]
+    assert kept._kept.replays == 3  # two of four, before any backward
+    for layer, result in zip(layers, results, strict=True):
+        gradients(layer, result)
 
 
 def test_many_equal_layers():

@@ -191,6 +191,8 @@ def replay(
             return CallGraphs(run, [x, *states, *weights], len(states), resets)
 
     bytes_needed = _bytes_of(weights, x.numel() // x.shape[-1])
+    if training:  # gradients, and these as one tensor
+        bytes_needed += 2 * sum(weight.nbytes for weight in weights if weight.requires_grad)
     found = calls.graphs_of((addresses_of(weights),), capture, bytes_needed, layer)
     if found is None:
         return None

@@ -16,7 +16,7 @@ _MOST_COUNTED = 512  # of calls of the same sizes, as of equal layers; graphs of
 class KeptGraphs:
     """Graphs with memory of their own."""
 
-    bytes = 0
+    bytes = 0  # with those of what is yet to be captured, as the backward
     last_replay = 0
 
     def count_replay(self) -> None:
@@ -60,6 +60,7 @@ class Repeated(Generic[G]):
         if _kept.make_room(bytes_needed):
             with suppress(RuntimeError):
                 self.found[key] = graphs = capture()
+                graphs.bytes = max(graphs.bytes, bytes_needed)
                 _kept.add(graphs, self.found, key, owner)
                 return graphs
         return None
@@ -99,6 +100,8 @@ class _AllKept:
 
     def make_room(self, bytes_needed: int) -> bool:
         """Whether there is room, of graphs that have not been used for long, too."""
+        if bytes_needed > MOST_KEPT:
+            return False
         while (all_kept := self._all[:]) and sum(kept.graphs.bytes for kept in all_kept) + bytes_needed > MOST_KEPT:
             oldest = min(all_kept, key=lambda kept: kept.graphs.last_replay)
             if self.replays - oldest.graphs.last_replay < _STALE:
