@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils import parametrize
 
 import ostinato
-from ostinato.cuda_graphs import kept, stacked
+from ostinato.cuda_graphs import calls, kept, stacked
 from ostinato.states import each, states_of
 from simulated_graphs import simulate
 
@@ -115,10 +115,10 @@ def test_bits_are_those_of_launched_calls(kind, options, device):
     check_layer(make(kind, device, **options))
 
 
-def replays_of(layer, calls=4, **others):
+def replays_of(layer, times=4, **others):
     """How many of so many calls and backwards replay."""
     before, (x, _) = kept._kept.replays, inputs_of(layer, 0)
-    for _ in range(calls):
+    for _ in range(times):
         gradients(layer, layer(x, **others))
     return kept._kept.replays - before
 
@@ -273,6 +273,17 @@ def test_graphs_go_with_their_layer(device):
     gc.collect()
     assert freed() is None
     assert kept._kept._all == []
+
+
+def test_parameters_that_are_replaced_at_every_call_are_captured_once(device, monkeypatch):
+    layer, captures, capture = make("MinGRU", device), [], calls.CallGraphs
+    monkeypatch.setattr(calls, "CallGraphs", lambda *args: captures.append(args) or capture(*args))
+    whole, shard = layer.weight_ih_l0, torch.nn.Parameter(torch.empty(0))
+    for _ in range(8):
+        layer.weight_ih_l0 = whole
+        replays_of(layer, times=1)
+        layer.weight_ih_l0 = shard
+    assert len(captures) == 1
 
 
 def check_steps(layer):

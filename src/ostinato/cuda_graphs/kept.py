@@ -25,7 +25,7 @@ class KeptGraphs:
 
     def give_up(self) -> None:
         """Free these graphs, whose call is launched from now on."""
-        _kept.give_up(self)
+        _kept.give_up(_is_of(self))
 
 
 G = TypeVar("G", bound=KeptGraphs)
@@ -94,8 +94,9 @@ class _AllKept:
             kept.found.pop(kept.key, None)
         return dropped
 
-    def give_up(self, graphs: KeptGraphs) -> None:
-        for kept in self.drop(_is_of(graphs)):
+    def give_up(self, is_meant: Callable[[_Kept], bool]) -> None:
+        """Free some of the graphs, whose calls are launched from now on."""
+        for kept in self.drop(is_meant):
             kept.found[kept.key] = None
 
     def make_room(self, bytes_needed: int) -> bool:
@@ -118,7 +119,7 @@ class _AllKept:
     ) -> None:
         for kept in self._all[:]:
             if kept.owner() is owner and kept.key[0] != key[0]:  # its weights before, which are kept too
-                self.give_up(kept.graphs)
+                self.give_up(_is_of(kept.graphs))
         self._all.append(_Kept(graphs, found, key, weakref.ref(owner, lambda _: self.drop(_is_of(graphs)))))
 
 
@@ -134,11 +135,16 @@ class FreesGraphs(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter):
-            forget(self)
+            # Those before may come back, as FSDP2's at every call, and would be captured again and again.
+            _kept.give_up(_is_owned_by(self))
         super().__setattr__(name, value)
 
 
 def forget(layer: nn.Module) -> None:
     """Free the graphs of a layer."""
+    _kept.drop(_is_owned_by(layer))
+
+
+def _is_owned_by(layer: nn.Module) -> Callable[[_Kept], bool]:
     owners = [id(x) for x in (layer, *layer.__dict__.get("_parameters", {}).values()) if x is not None]
-    _kept.drop(lambda kept: id(kept.owner()) in owners)
+    return lambda kept: id(kept.owner()) in owners
