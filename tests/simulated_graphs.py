@@ -49,6 +49,16 @@ def move(weight):
     return in_its_place
 
 
+@contextlib.contextmanager
+def launched():
+    """Calls that do not replay."""
+    replay, calls.RepeatedCalls.replay = calls.RepeatedCalls.replay, lambda *_: None
+    try:
+        yield
+    finally:
+        calls.RepeatedCalls.replay = replay
+
+
 def simulate(monkeypatch, bytes_of_graphs):
     """Graphs on a CPU, each of which keeps so much memory, from the second equal call on."""
     for module in (calls, function):

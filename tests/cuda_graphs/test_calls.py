@@ -23,7 +23,7 @@ class Layer(nn.Module):
     def __init__(self, width=3):
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(width, width) / 2) for _ in range(2)])
-        self.calls = kept.Repeated()
+        self.calls = calls.RepeatedCalls(self.launched)
 
     def __deepcopy__(self, memo):
         other = Layer()
@@ -43,7 +43,7 @@ class Layer(nn.Module):
     def forward(self, x, *states, resets=None):
         weights, states = [*self.weights], [*states]
         training = torch.is_grad_enabled()
-        found = calls.replay(self.calls, self.launched, self, x, states, weights, resets, training)
+        found = self.calls.replay(self, x, states, weights, resets, training)
         return self.launched(x, states, weights, resets) if found is None else found
 
 
@@ -193,7 +193,7 @@ def test_weights_that_are_elsewhere_in_the_backward():
     _ = move(layer.weights[1])
     assert_equal(gradients(layer, results, x), expected)
     assert kept._kept.replays == before + 1
-    assert None in layer.calls.found.values()  # weights that moved may move again
+    assert None in layer.calls.graphs.found.values()  # weights that moved may move again
 
 
 def test_gradients_are_those_of_the_weights_of_the_forward():
@@ -314,7 +314,7 @@ def test_memory_is_bounded_and_freed_with_the_layer(monkeypatch):
     assert len(kept._kept._all) == 1
     kept.forget(layers[0])
     assert kept._kept._all == []
-    assert layers[0].calls.found == {}
+    assert layers[0].calls.graphs.found == {}
     assert warmed(layers[0], x) == 3
     monkeypatch.setattr(kept, "MOST_KEPT", BYTES)
     monkeypatch.setattr(kept, "_STALE", 1)
@@ -323,7 +323,7 @@ def test_memory_is_bounded_and_freed_with_the_layer(monkeypatch):
     assert warmed(layer := Layer(), x) == 4
     kept._kept.replays += 1
     assert warmed(layer := copy.deepcopy(layer), x) == 6  # in place of one that was not used for long
-    assert layers[0].calls.found == {}
+    assert layers[0].calls.graphs.found == {}
 
 
 def test_counts_are_bounded(monkeypatch):
@@ -335,8 +335,8 @@ def test_counts_are_bounded(monkeypatch):
         before.append(layer.weights[1].data)
         layer.weights[1].data = layer.weights[1].data.clone()
         layer(x)
-    assert len(layer.calls.found) <= 3
-    assert sum(isinstance(x, calls.CallGraphs) for x in layer.calls.found.values()) == 1
+    assert len(layer.calls.graphs.found) <= 3
+    assert sum(isinstance(x, calls.CallGraphs) for x in layer.calls.graphs.found.values()) == 1
 
 
 def test_what_cannot_be_captured_is_launched(monkeypatch):
@@ -417,7 +417,7 @@ def test_a_backward_is_captured_only_of_weights_that_have_not_moved():
     own.graphs._leaves[-1].data = torch.zeros(3, 3)  # as a shard's, whose memory is another's now
     assert_equal(gradients(layer, results, x), expected_of(layer, x))
     assert kept._kept._all == []
-    assert [*layer.calls.found.values()] == [None]
+    assert [*layer.calls.graphs.found.values()] == [None]
 
 
 def test_the_gradient_of_an_input_does_not_keep_those_of_weights():
@@ -453,7 +453,7 @@ def test_others_launch_while_a_call_is_captured(monkeypatch):
     captured_call = calls.CallGraphs
 
     def captured(*args):
-        seen.append([*layer.calls.found.values()])
+        seen.append([*layer.calls.graphs.found.values()])
         layer(x)
         return captured_call(*args)
 
@@ -497,7 +497,7 @@ def test_the_gradients_of_large_weights_take_room(monkeypatch):
 
 
 def test_many_equal_layers():
-    layers, shared = [Layer() for _ in range(200)], kept.Repeated()
+    layers, shared = [Layer() for _ in range(200)], calls.RepeatedCalls(Layer.launched)
     with torch.no_grad():
         for _ in range(2):
             for layer in layers:

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 import ostinato
 from ostinato.cuda_graphs import calls, kept, stacked
 from ostinato.states import each, states_of
-from simulated_graphs import simulate
+from simulated_graphs import launched, simulate
 
 KINDS = {
     "MinGRU": {},
@@ -71,15 +71,6 @@ def gradients(layer, results, *inputs, **options):
     results = [results[0], *states_of(results[1])]
     loss = sum((y * y.detach().cos()).sum() for y in results)
     return torch.autograd.grad(loss, [*inputs, *layer.parameters()], **options)
-
-
-@contextlib.contextmanager
-def launched():
-    replay, stacked.replay = stacked.replay, lambda *_: None
-    try:
-        yield
-    finally:
-        stacked.replay = replay
 
 
 def check(found, expected):
@@ -194,6 +185,13 @@ def test_a_weight_that_is_made_of_another_is_launched(device):
     for _ in range(4):
         layer.weight_ih_l0 = raw / 2
         check([layer(x)[0]], [expected])
+
+
+def test_a_missing_parameter_is_an_error_as_before(device):
+    layer = make("MinGRU", device)
+    layer.bias_ih_l0 = None
+    with pytest.raises(TypeError, match="bias_ih_l0"):
+        replays_of(layer)
 
 
 def test_parametrized_weights_are_launched(device):

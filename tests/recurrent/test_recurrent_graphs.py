@@ -1,6 +1,5 @@
 """Small layers in CUDA graphs have the bits of launched calls, whatever is done between the passes."""
 
-import contextlib
 import copy
 import gc
 import itertools
@@ -20,7 +19,7 @@ from ostinato.cuda_graphs import calls, kept
 from ostinato.recurrent import gradients as step_gradients
 from ostinato.recurrent import sequences, steps
 from ostinato.states import each
-from simulated_graphs import Recorded, move, simulate
+from simulated_graphs import Recorded, launched, move, simulate
 
 SIZES = {
     "one layer": {},
@@ -90,15 +89,6 @@ def soon(monkeypatch):
     monkeypatch.setattr(kept, "_kept", kept._AllKept())
     monkeypatch.setattr(sequences, "_CALLS", sequences.Prepared())
     monkeypatch.setattr(steps, "_STEPS", steps.Prepared())
-
-
-@contextlib.contextmanager
-def launched():
-    replay, sequences.replay = sequences.replay, lambda *args: None
-    try:
-        yield
-    finally:
-        sequences.replay = replay
 
 
 def equal(found, expected):

@@ -85,7 +85,7 @@ PEERS: dict[str, tuple[Any, Any, Any]] = {
     "GRU": (ostinato.GRU, nn.GRU, nn.GRUCell),
     "LSTM": (ostinato.LSTM, nn.LSTM, nn.LSTMCell),
 }
-DIAGONAL = (
+DIAGONAL: tuple[type[Any], ...] = (
     *(ostinato.MinGRU, ostinato.RGLRU, ostinato.HGRN, ostinato.LRU, ostinato.QRNN, ostinato.SRU, ostinato.IndRNN),
     *(ostinato.ParaGRU, ostinato.ParaLSTM),
 )

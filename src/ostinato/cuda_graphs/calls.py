@@ -169,39 +169,44 @@ class _Backward:
         return [next(found) if is_found else None for is_found in self._is_found]
 
 
-def replay(
-    calls: Repeated[CallGraphs],
-    run: Run,
-    layer: nn.Module,
-    x: Tensor,
-    states: list[Tensor],
-    weights: list[Tensor],
-    resets: Tensor | None,
-    training: bool,
-) -> Sequence[Tensor] | None:
-    """The results of a call by its graphs; None if it has none, or not yet, and is to be launched."""
-    if not on_default_stream(x):
-        return None
-    if training and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return None  # such as a checkpoint's, to which both of its calls must save the same
+class RepeatedCalls:
+    """Calls of the same sizes, which are replayed once they have repeated often enough."""
 
-    def capture() -> CallGraphs:
-        differentiable = torch.is_grad_enabled()
-        with torch.inference_mode(False), torch.set_grad_enabled(differentiable):
-            return CallGraphs(run, [x, *states, *weights], len(states), resets)
+    def __init__(self, run: Run) -> None:
+        self.run, self.graphs = run, Repeated[CallGraphs]()
 
-    bytes_needed = _bytes_of(weights, x.numel() // x.shape[-1])
-    if training:  # gradients, and these as one tensor
-        bytes_needed += 2 * sum(weight.nbytes for weight in weights if weight.requires_grad)
-    found = calls.graphs_of((addresses_of(weights),), capture, bytes_needed, layer)
-    if found is None:
-        return None
-    if not training:
-        return found.forward([x, *states], resets)[0]
-    if (use := found.claim()) is None:
-        return None
-    results: Sequence[Tensor] = _apply(found, use, run, resets, x, *states, *weights)
-    return results
+    def replay(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        states: list[Tensor],
+        weights: list[Tensor],
+        resets: Tensor | None,
+        training: bool,
+    ) -> Sequence[Tensor] | None:
+        """The results of a call by its graphs; None if it has none, or not yet, and is to be launched."""
+        if not on_default_stream(x):
+            return None
+        if training and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return None  # such as a checkpoint's, to which both of its calls must save the same
+
+        def capture() -> CallGraphs:
+            differentiable = torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(differentiable):
+                return CallGraphs(self.run, [x, *states, *weights], len(states), resets)
+
+        bytes_needed = _bytes_of(weights, x.numel() // x.shape[-1])
+        if training:  # gradients, and these as one tensor
+            bytes_needed += 2 * sum(weight.nbytes for weight in weights if weight.requires_grad)
+        found = self.graphs.graphs_of((addresses_of(weights),), capture, bytes_needed, layer)
+        if found is None:
+            return None
+        if not training:
+            return found.forward([x, *states], resets)[0]
+        if (use := found.claim()) is None:
+            return None
+        results: Sequence[Tensor] = _apply(found, use, self.run, resets, x, *states, *weights)
+        return results
 
 
 def on_default_stream(x: Tensor) -> bool:

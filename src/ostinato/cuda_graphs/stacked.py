@@ -1,13 +1,12 @@
 """Stacked layers of recurrences, whose calls become CUDA graphs."""
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from ostinato.cuda_graphs.calls import CallGraphs, Run, are_worth, on_default_stream, replay
-from ostinato.cuda_graphs.kept import Repeated
+from ostinato.cuda_graphs.calls import RepeatedCalls, Run, are_worth, on_default_stream
 from ostinato.kernels.matmul.precision import autocast_dtype, product_switches
 from ostinato.kernels.operators.eager import Prepared, is_eager
 from ostinato.states import Hidden, distinct, hidden_of, states_of
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 64 << 20  # that a layer keeps: calls of more take a GPU longer than the host
 
-_CALLS: Prepared[tuple[Repeated[CallGraphs] | None, Run]] = Prepared()
+_CALLS: Prepared[RepeatedCalls | Literal[False]] = Prepared()  # False for those that are always launched
 
 
 def replayed(layer: "StackedLayers", x: Tensor, hx: Hidden | None, resets: Tensor | None) -> Any:
@@ -34,16 +33,13 @@ def replayed(layer: "StackedLayers", x: Tensor, hx: Hidden | None, resets: Tenso
         like.append(resets)
     settings = [getattr(layer, name) for name in layer.settings]
     how = type(layer), *settings, *layer._parameters, autocast_dtype(x.device), *product_switches()
-    found = _CALLS.find(like, *how)
-    if found is None:
-        known = _prepared(layer, x, weights)
-        _CALLS.add(lambda: known, like, *how)
-        return None
-    calls, run = found
-    if calls is None:
+    calls = _CALLS.find(like, *how)
+    if calls is None and None not in weights:
+        _CALLS.add(lambda: _prepared(layer, x, weights), like, *how)
+    if not calls:
         return None
     training = trained and any(y.requires_grad for y in like)
-    results = replay(calls, run, layer, x, states, weights, resets, training)
+    results = calls.replay(layer, x, states, weights, resets, training)
     return None if results is None else (results[0], hidden_of(results[1:]))
 
 
@@ -57,11 +53,11 @@ def _is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _prepared(layer: "StackedLayers", x: Tensor, weights: list[Tensor]) -> tuple[Repeated[CallGraphs] | None, Run]:
-    run = _launcher(layer, autocast_dtype(x.device))
-    rows = x.numel() // x.shape[-1]
+def _prepared(layer: "StackedLayers", x: Tensor, weights: list[Tensor]) -> RepeatedCalls | Literal[False]:
     are_all = set(layer._parameters) == set(layer._shapes_by_name())  # parametrized ones are elsewhere
-    return (Repeated() if are_all and are_worth(weights, rows, MOST_BYTES * layer.num_layers) else None), run
+    if not are_all or not are_worth(weights, x.numel() // x.shape[-1], MOST_BYTES * layer.num_layers):
+        return False
+    return RepeatedCalls(_launcher(layer, autocast_dtype(x.device)))
 
 
 def _launcher(layer: "StackedLayers", autocast: torch.dtype | None) -> Run:

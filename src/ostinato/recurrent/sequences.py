@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.cuda_graphs.calls import CallGraphs, Run, are_worth, replay
-from ostinato.cuda_graphs.kept import Repeated
+from ostinato.cuda_graphs.calls import RepeatedCalls, Run, are_worth
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.matmul.precision import autocast_dtype, layers_allow_tf32, product_switches
@@ -37,7 +36,7 @@ class KernelCall(NamedTuple):
     training: bool  # whether gradients are needed
     at_once: int  # directions, or stacked layers, that run at the same time
     layers: dict[int, Callable] | None = None  # who computes each layer, by index; None for PyTorch's dispatcher
-    graphs: tuple[Repeated[CallGraphs], Run] | None = None  # of such calls, if they are worth any, and what is captured
+    repeated: RepeatedCalls | None = None  # such calls, if they are worth CUDA graphs
 
 
 LEFT_TO_TORCH = KernelCall(batch=0, steps=0, autocast=None, training=False, at_once=0)
@@ -124,7 +123,7 @@ class SequenceLayers(MaskedLayers):
             return call
         if not are_worth(weights, call.batch * call.steps):
             return call
-        return call._replace(graphs=(Repeated(), _launcher(self, call)))
+        return call._replace(repeated=RepeatedCalls(_launcher(self, call)))
 
     def _find_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
@@ -180,8 +179,8 @@ class SequenceLayers(MaskedLayers):
         """As ``torch.nn``'s forward: launched, or replayed."""
         # With gradients not in evaluation either: launched again in the backward, it might no longer be.
         drops = self.dropout > 0 and self.num_layers > 1 and (self.training or call.training)
-        if call.graphs is not None and not drops:
-            results = replay(*call.graphs, self, input, states, weights, resets, call.training)
+        if call.repeated is not None and not drops:
+            results = call.repeated.replay(self, input, states, weights, resets, call.training)
             if results is not None:
                 return results[0], hidden_of(results[1:])
         return self._forward_kernels(input, states, weights, resets, call)
