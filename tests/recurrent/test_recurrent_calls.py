@@ -252,7 +252,7 @@ def test_eager_calls_do_without_the_dispatcher(kind, monkeypatch):
             dispatched.append(str(function))
             return function(*args, **(kwargs or {}))
 
-    assert layer._kernels_for(given, [hx], list(layer._flat_weights), None).layers == {}
+    assert layer._kernels_for(given, [hx], list(layer._flat_weights), None).prepared == {}
     with Watched():
         layer(given, hx)
     assert any("recurrent_layer" in name for name in dispatched)

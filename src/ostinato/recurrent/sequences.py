@@ -35,7 +35,7 @@ class KernelCall(NamedTuple):
     autocast: torch.dtype | None
     training: bool  # whether gradients are needed
     at_once: int  # directions, or stacked layers, that run at the same time
-    layers: dict[int, Callable] | None = None  # who computes each layer, by index; None for PyTorch's dispatcher
+    prepared: dict[int, Callable] | None = None  # operators, by first layer, once run; None by PyTorch's dispatcher
     repeated: RepeatedCalls | None = None  # such calls, if they are worth CUDA graphs
 
 
@@ -52,7 +52,7 @@ def _run_eagerly(call: KernelCall | None, tensors: list[Tensor | None]) -> Kerne
     """The call without PyTorch's dispatcher, if it is one of kernels and of nothing that needs the dispatcher."""
     if call is None or call is LEFT_TO_TORCH or not is_eager(tensors):
         return call
-    return call._replace(layers={})
+    return call._replace(prepared={})
 
 
 class SequenceLayers(MaskedLayers):
@@ -117,7 +117,7 @@ class SequenceLayers(MaskedLayers):
 
     def _with_graphs(self, call: KernelCall | None, weights: list[Tensor]) -> KernelCall | None:
         """The call with room for its CUDA graphs, if it is one that gains by them."""
-        if call is None or call.layers is None or self._buffers:
+        if call is None or call.prepared is None or self._buffers:
             return call
         if is_captured(weights[0].device) or call.steps > _MOST_REPLAYED:
             return call
@@ -319,10 +319,10 @@ def _run_together(first: int, arguments: list[tuple], call: KernelCall, bidirect
     several = len(arguments) > 1
     run: Any = recurrent_layers if bidirectional else stacked_layers if several else recurrent_layer
     given = arguments if several else arguments[0]
-    if call.layers is not None:
-        if first not in call.layers:
-            call.layers[first] = run.prepared(*given)
-        run = call.layers[first]
+    if call.prepared is not None:
+        if first not in call.prepared:
+            call.prepared[first] = run.prepared(*given)
+        run = call.prepared[first]
     return run(*given) if several else [run(*given)]
 
 
