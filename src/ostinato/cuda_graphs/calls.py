@@ -231,12 +231,13 @@ def _forward(
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, resets = ctx.saved_tensors
+    *saved, resets = ctx.saved_tensors
     if all(grad is None for grad in grads):
         return (None,) * len(ctx.needs_input_grad)
     found: Any = None
-    first, needed = 1 + ctx.graphs.states, ctx.needs_input_grad[-len(tensors) :]
-    tensors[first:] = map(with_data, tensors[first:], ctx.weights) if torch.is_grad_enabled() else ctx.weights
+    first, needed = 1 + ctx.graphs.states, ctx.needs_input_grad[-len(saved) :]
+    weights = map(with_data, saved[first:], ctx.weights) if torch.is_grad_enabled() else ctx.weights
+    tensors = [*saved[:first], *weights]
     with without_autocast(tensors[0].device.type):  # as the forward had it, whatever there is around the backward
         if not torch.is_grad_enabled() and is_eager(grads) and not torch.cuda.is_current_stream_capturing():
             found = ctx.graphs.backward(ctx.version, tensors, grads)
