@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.cuda_graphs.capture import Pool, bytes_of, captured
-from ostinato.cuda_graphs.function import CapturedFunction, without_none
+from ostinato.cuda_graphs.function import CapturedFunction
 from ostinato.cuda_graphs.kept import KeptGraphs, Repeated
-from ostinato.kernels.operators.autograd import by_autograd, with_data
+from ostinato.kernels.operators.autograd import Gradients, by_autograd, with_data, without_none
 from ostinato.kernels.operators.dispatch import apply_of, autograd_function
 from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.persistent.backends import check_launches
@@ -98,9 +98,7 @@ class CallGraphs(KeptGraphs):
             torch._foreach_copy_(results, self._outputs)
             return results, self._version
 
-    def backward(
-        self, version: int, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]
-    ) -> list[Tensor | None] | None:
+    def backward(self, version: int, tensors: Sequence[Tensor], grads: Gradients) -> Gradients | None:
         """The gradients of the tensors, None for those that need none.
 
         Or None if the memory is another call's.  The graphs are given up if there can be none of the backward, or if
@@ -122,7 +120,7 @@ class CallGraphs(KeptGraphs):
             if found is None:
                 self.give_up()
                 return None
-            return found.replay([grad for grad in grads if grad is not None])
+            return found.replay(without_none(grads))
 
     def _captured_backward(self, present: tuple[bool, ...]) -> "_Backward | None":
         if self._addresses != addresses_of(self._leaves[1 + self.states :]):

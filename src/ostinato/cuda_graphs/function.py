@@ -36,7 +36,3 @@ class CapturedFunction:
             # The data of each, whose changes do not count as the others'.
             found |= {i: y.data for i, y in zip(places, copies, strict=True)}
         return [found[i] for i in range(len(found))]
-
-
-def without_none(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    return [x for x in tensors if x is not None]

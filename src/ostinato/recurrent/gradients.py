@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.cuda_graphs.calls import addresses_of, are_worth, on_default_stream
-from ostinato.cuda_graphs.function import CapturedFunction, without_none
+from ostinato.cuda_graphs.function import CapturedFunction
 from ostinato.cuda_graphs.kept import KeptGraphs, Repeated
 from ostinato.kernels.matmul.precision import product_switches
-from ostinato.kernels.operators.autograd import Gradients, by_autograd, with_data
+from ostinato.kernels.operators.autograd import Gradients, by_autograd, with_data, without_none
 from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.persistent.backends import gradients_of_step
 from ostinato.kernels.persistent.modes import without_autocast

@@ -26,9 +26,13 @@ def by_autograd(
                 tensor.requires_grad_()
         results = [y for y, grad in zip(function(own), grads, strict=True) if grad is not None]
         inputs = [tensor for tensor, need in zip(own, needed, strict=True) if need]
-        given = [grad for grad in grads if grad is not None]
+        given = without_none(grads)
         found = iter(torch.autograd.grad(results, inputs, given, create_graph=create_graph, allow_unused=True))
     return [next(found) if need else None for need in needed]
+
+
+def without_none(grads: Gradients) -> list[Tensor]:
+    return [grad for grad in grads if grad is not None]
 
 
 def with_data(tensor: Tensor, data: Tensor) -> Tensor:
