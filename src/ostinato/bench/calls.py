@@ -154,27 +154,27 @@ def _with_gradients(run: Call, module: nn.Module, grad: Tensor) -> Call:
 
 def _loops(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
     """Gradients through 32 steps, each of which takes what the one before gave, as a decoder's do."""
-    for (name, (ours, theirs, cell)), batch in itertools.product(PEERS.items(), (1, 32)):
+
+    def loop(step: Callable[[Tensor, Any], tuple[Tensor, Any]], x: Tensor) -> Tensor:
+        state = None
+        for _ in range(32):
+            x, state = step(x, state)
+        return x
+
+    def loop_of_cells(cell: nn.Module, x: Tensor) -> Tensor:
+        state = None
+        for _ in range(32):
+            state = cell(x, state)
+            x = state if isinstance(state, Tensor) else state[0]
+        return x
+
+    for (name, kinds), batch in itertools.product(PEERS.items(), (1, 32)):
         x, grad = torch.randn(2, batch, 256, device=device)
-        layer, peer, single = (kind(256, 256, device=device) for kind in (ours, theirs, cell))
-
-        def loop_of_cells(x: Tensor = x, single: nn.Module = single) -> Tensor:
-            state = None
-            for _ in range(32):
-                state = single(x, state)
-                x = state if isinstance(state, Tensor) else state[0]
-            return x
-
-        def loop(step: Callable[[Tensor, Any], tuple[Tensor, Any]], x: Tensor) -> Tensor:
-            state = None
-            for _ in range(32):
-                x, state = step(x, state)
-            return x
-
+        layer, peer, cell = (kind(256, 256, device=device) for kind in kinds)
         contestants: dict[str, Call] = {
             "Ostinato": _with_gradients(partial(loop, layer.step, x), layer, grad),
             "torch.nn": _with_gradients(partial(loop, peer, x[None]), peer, grad[None]),
-            "torch.nn's cell": _with_gradients(loop_of_cells, single, grad),
+            "torch.nn's cell": _with_gradients(partial(loop_of_cells, cell, x), cell, grad),
         }
         awaited = {who: _awaited(call, device) for who, call in contestants.items()}
         yield f"loop of 32 steps of {name} 256, trained, B = {batch}", awaited
@@ -203,35 +203,32 @@ def _short_diagonal(device: torch.device) -> Iterator[tuple[str, dict[str, Call]
         layers: dict[str, nn.Module] = {"Ostinato": kind(128, 128, device=device)}
         layers["torch.nn's GRU"] = nn.GRU(128, 128, device=device)
         for who, layer in layers.items():
-            run = partial(layer, x)
-            call = _with_gradients(run, layer, grad) if trained else torch.no_grad()(run)
-            contestants[who] = _awaited(call, device)
+            contestants[who] = _awaited(_called(layer, x, grad if trained else None), device)
         yield f"sequences of {kind.__name__} 128, T = 64, B = 16{', trained' * trained}", contestants
 
 
 def _ways(make: Callable[[], nn.Module], x: Tensor, grad: Tensor | None) -> Iterator[tuple[str, Call]]:
-    """How a new layer is called, and the call: with its gradients, given that of the output."""
-
-    def called(layer: Any) -> Call:
-        if grad is None:
-            return torch.no_grad()(partial(layer, x))
-        parameters = list(layer.parameters())
-        return lambda: torch.autograd.grad(layer(x)[0], parameters, grad)
-
-    yield "", called(make())
+    """How a new layer is called, and the call."""
+    yield "", _called(make(), x, grad)
     if not x.is_cuda:
         return
     layer = make()
     if grad is not None:
         torch.cuda.make_graphed_callables(layer, (x,))
-        yield ", in a CUDA graph", called(layer)
+        yield ", in a CUDA graph", _called(layer, x, grad)
     else:
-        yield ", in a CUDA graph", capture(called(layer), x.device)[0]
+        yield ", in a CUDA graph", capture(_called(layer, x, grad), x.device)[0]
     layer = make()
     if type(layer) not in (ostinato.GRU, ostinato.LSTM):  # torch.nn's are compiled step by step, for a minute
         return
     layer.compile(mode="reduce-overhead")
-    yield ", compiled", called(layer)
+    yield ", compiled", _called(layer, x, grad)
+
+
+def _called(layer: nn.Module, x: Tensor, grad: Tensor | None) -> Call:
+    """A call with the gradients of the parameters, given that of the output; without any if none is given."""
+    run = partial(layer, x)
+    return torch.no_grad()(run) if grad is None else _with_gradients(run, layer, grad)
 
 
 def _awaited(call: Call, device: torch.device) -> Call:
