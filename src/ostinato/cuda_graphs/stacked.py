@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ostinato.cuda_graphs.calls import RepeatedCalls, Run, are_worth, on_default_stream
+from ostinato.cuda_graphs.calls import RepeatedCalls, Run, are_worth
 from ostinato.kernels.matmul.precision import autocast_dtype, product_switches
 from ostinato.kernels.operators.eager import Prepared, is_eager
 from ostinato.states import Hidden, distinct, hidden_of, states_of
@@ -21,7 +21,7 @@ _CALLS: Prepared[RepeatedCalls | Literal[False]] = Prepared()  # False for those
 
 def replayed(layer: "StackedLayers", x: Tensor, hx: Hidden | None, resets: Tensor | None) -> Any:
     """What the layers return for a dense input, by CUDA graphs; None if they are to be launched."""
-    if torch.compiler.is_compiling() or not _may_be_small(layer, x) or not on_default_stream(x):
+    if torch.compiler.is_compiling() or not _may_be_small(layer, x):
         return None
     trained = torch.is_grad_enabled()
     # With gradients not in evaluation either: launched again in the backward, it might no longer be.
