@@ -31,10 +31,15 @@ def next_state(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tenso
     """
     tensors = [y for y in (x, weight, bias, h) if y is not None]
     if is_eager(tensors) and not is_differentiated(tensors) and is_plain_step(GATES[cell], x, weight, bias, h):
-        layer = recurrence_of(cell, candidate, False), *x.shape, weight.shape[0] // GATES[cell], x.dtype
-        return step_of(*layer, x.get_device())(x, weight, bias, h)
+        return _kernel_of(cell, candidate, x, weight)(x, weight, bias, h)
     a, b = RECURRENCES[cell][candidate].function(*F.linear(x, weight, bias).chunk(GATES[cell], -1))
     return b if h is None else torch.addcmul(b, a, h)
+
+
+def _kernel_of(cell: str, candidate: str, x: Tensor, weight: Tensor) -> Callable[..., Tensor]:
+    """The fused kernel of a step of these sizes."""
+    recurrence, hidden = recurrence_of(cell, candidate, False), weight.shape[0] // GATES[cell]
+    return step_of(recurrence, *x.shape, hidden, x.dtype, x.get_device())
 
 
 Settings = tuple[str, str, str]
@@ -61,8 +66,7 @@ class StepCache:
         cell, candidate, _ = settings
         if not is_plain_step(GATES[cell], x, weight, bias, h):
             return
-        step = recurrence_of(cell, candidate, False), *x.shape, weight.shape[0] // GATES[cell], x.dtype, x.get_device()
-        self._steps.add(lambda: step_of(*step), *_like_step(x, weight, bias, h), *settings)
+        self._steps.add(lambda: _kernel_of(cell, candidate, x, weight), *_like_step(x, weight, bias, h), *settings)
 
 
 def _like_step(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> tuple[tuple[Tensor, ...], bool]:
