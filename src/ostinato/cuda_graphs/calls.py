@@ -2,8 +2,9 @@
 
 The kernels of a small layer take less time than the host needs to launch them, and several layers or directions have
 many.  Once calls with the same sizes and weights have come often enough, they are captured, with memory of their own:
-from then on a call copies its input there, replays, and copies its results.  So is the backward.  The kernels are those
-of the calls before, and so is every bit of their results, but where cuBLAS chooses one by the addresses it is given.
+from then on a call copies its input there, replays, and copies its results, and so does its backward.  The kernels are
+those of the calls before, and so is every bit of their results, but where cuBLAS chooses one by the addresses it is
+given.
 
 What the graphs keep for the backward is that of the last call.  A call that comes before the backward of the one
 before it is therefore launched as usual, and a backward that comes too late, or a second time, computes its forward

@@ -105,7 +105,7 @@ class SequenceLayers(MaskedLayers):
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional, self.mode, self.batch_first
         # The number of states tells them from biases, of which an LSTM has as many.
         how = *sizes, len(states), self._forced_path, autocast, layers_allow_tf32(device, dtype), resets is None
-        # On which the plan depends, too.
+        # On which the plan depends, too, and of products the kernels in a CUDA graph.
         where = is_captured(device), torch.get_num_threads(), torch._C._get_cudnn_enabled(), *product_switches()
         # Another object for each mask, and whenever a mask changes.
         contents = [mask if mask is None else derived_from(mask, "contents", object) for mask in _masks_of(self)]
