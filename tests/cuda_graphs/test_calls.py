@@ -98,6 +98,16 @@ def test_results_and_gradients_are_those_of_launched_calls(given):
     assert all(all(x.graphs._backwards.values()) for x in kept._kept._all)
 
 
+def test_what_is_given_is_not_overwritten():
+    layer, given = Layer(), [(x_of(seed), torch.randn(2, 3), torch.rand(4, 2) < 0.5) for seed in range(4)]
+    before = [[x.clone() for x in tensors] for tensors in given]
+    for x, state, resets in given:
+        gradients(layer, layer(x, state, resets=resets))
+    assert kept._kept.replays == 3
+    for tensors, values in zip(given, before, strict=True):
+        assert_equal(tensors, values)
+
+
 def test_results_without_gradients_are_not_overwritten():
     layer, pairs = Layer(), []
     for seed in range(4):
@@ -324,6 +334,20 @@ def test_memory_is_bounded_and_freed_with_the_layer(monkeypatch):
     kept._kept.replays += 1
     assert warmed(layer := copy.deepcopy(layer), x) == 6  # in place of one that was not used for long
     assert layers[0].calls.graphs.found == {}
+
+
+def test_several_graphs_make_room_for_one(monkeypatch):
+    layers = [Layer() for _ in range(2)]
+    assert [warmed(layer, x_of()) for layer in layers] == [1, 2]
+    monkeypatch.setattr(kept, "MOST_KEPT", 2 * BYTES)
+    monkeypatch.setattr(kept, "_STALE", 0)
+    assert kept._kept.make_room(BYTES)
+    assert len(kept._kept._all) == 1
+    assert warmed(layers[0], x_of()) == 3
+    assert not kept._kept.make_room(2 * BYTES + 1)
+    assert len(kept._kept._all) == 2
+    assert kept._kept.make_room(2 * BYTES)
+    assert kept._kept._all == []
 
 
 def test_counts_are_bounded(monkeypatch):

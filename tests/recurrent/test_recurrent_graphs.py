@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import ostinato
@@ -171,6 +172,37 @@ def test_autocast_in_simulated_graphs(simulated):
     assert kept._kept.replays == before + 2
 
 
+def replays_of(layer, x):
+    """How many of some calls and backwards replay."""
+    before = kept._kept.replays
+    for _ in range(4):
+        output = layer(x)[0]
+        (output if isinstance(output, torch.Tensor) else output.data).sum().backward()
+    return kept._kept.replays - before
+
+
+def test_which_calls_are_launched(simulated, monkeypatch):
+    layer, x = simulated(), torch.randn(7, 3, 16)
+    assert replays_of(layer, x) == 4
+    assert replays_of(layer, pack_sequence([*x.unbind(1)])) == 0
+    assert replays_of(ostinato.prune(ostinato.GRU(16, 24), 0.5), x) == 0
+    monkeypatch.setattr(sequences, "product_switches", lambda: ("other",))
+    assert replays_of(layer, x) == 3  # counted anew
+    monkeypatch.setattr(sequences, "_MOST_REPLAYED", 7)
+    assert replays_of(ostinato.GRU(16, 24, 2), x) == 3
+    assert replays_of(ostinato.GRU(16, 24, 2), torch.randn(8, 3, 16)) == 0
+
+
+def test_steps_of_many_weights_have_no_graphs(monkeypatch):
+    weights, found = [torch.nn.Parameter(torch.empty(72, 16))], []
+    monkeypatch.setattr(step_gradients, "are_worth", lambda *args: True)
+    monkeypatch.setattr(step_gradients, "Repeated", lambda: found.append(1))
+    for most in (72 * 16 * 4, 72 * 16 * 4 - 1):
+        monkeypatch.setattr(step_gradients, "_MOST_BYTES", most)
+        step_gradients.differentiable("GRU", None, None, weights, BATCH)
+    assert len(found) == 1
+
+
 def loop(layer, seed):
     """The outputs of steps, with a state that is given, and gradients of the parameters, the input and that state."""
     x, state = input_of(layer, seed), states_of(layer, seed)
@@ -198,6 +230,11 @@ def test_gradients_of_steps_in_simulated_graphs(options, monkeypatch):
         if graph is not None:
             equal(graph.replay(x, [h], grads), expected)
     assert kept._kept.replays == 3 + 2 + 2
+    # As many as of the gradients of the weights, and of these as one tensor.
+    assert [x.graphs.bytes for x in kept._kept._all] == [2 * sum(weight.nbytes for weight in weights)] * 3
+    with monkeypatch.context() as switched:
+        switched.setattr(step_gradients, "product_switches", lambda: ("other",))
+        assert step_gradients._graph_of(step, layer.weight_ih_l0, x, [h], weights, grads, needed) is None
     others = [*weights[:-1], weights[-1].clone()]  # another layer's
     assert step_gradients._graph_of(step, layer.weight_ih_l0, x, [h], others, grads, needed) is None
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7)
