@@ -172,6 +172,21 @@ def test_autocast_in_simulated_graphs(simulated):
     assert kept._kept.replays == before + 2
 
 
+def test_evaluation_drops_nothing_after_calls_in_training(simulated):
+    simulated()
+    layer, x = ostinato.GRU(16, 24, 2, dropout=0.5).requires_grad_(False), torch.randn(7, 3, 16)
+    before = kept._kept.replays
+    for _ in range(3):
+        layer(x)
+    assert kept._kept.replays == before
+    layer.eval()
+    with launched():
+        expected = layer(x)
+    for _ in range(4):
+        equal(layer(x), expected)
+    assert kept._kept.replays == before + 3
+
+
 def replays_of(layer, x):
     """How many of some calls and backwards replay."""
     before = kept._kept.replays
