@@ -37,14 +37,13 @@ def recorded(device, pool):
 
 
 def move(weight):
-    """To other memory, as that of an unsharded parameter is freed and allocated anew."""
-    value, storage, address = weight.detach().clone(), weight.untyped_storage(), weight.data_ptr()
-    size = storage.nbytes()
+    """To other memory, as that of an unsharded parameter is freed and allocated anew, with all that shares it."""
+    storage, address = weight.untyped_storage(), weight.data_ptr()
+    content, size = storage.clone(), storage.nbytes()
     storage.resize_(0)
-    in_its_place = [torch.full_like(value, float("nan")) for _ in range(64)]
+    in_its_place = [torch.full((size,), 255, dtype=torch.uint8, device=weight.device) for _ in range(64)]  # NaN
     storage.resize_(size)
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
-        weight.copy_(value)
+    storage.copy_(content)
     assert weight.data_ptr() != address
     return in_its_place
 
