@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import time
 import warnings
 
@@ -12,7 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ostinato.cuda_graphs import calls, capture, function, kept
+from recurrent_layers import Stopped
 from simulated_graphs import Recorded, move, simulate
+from threads import in_threads
 
 BYTES = 2 * (3 + 3 * 3) * 4 * 4 * 2 + 2 * 2 * 3 * 3 * 4  # of a call and its gradients: as many as are estimated
 
@@ -139,8 +140,8 @@ def test_a_call_before_the_backward_of_another_is_launched():
 def test_a_backward_may_come_twice_and_late(monkeypatch):
     layer, x, other = Layer(), x_of(1), x_of(2)
     warmed(layer, x)
-    replayed, replay = [], calls._Backward.replay
-    monkeypatch.setattr(calls._Backward, "replay", lambda *args: replayed.append(args) or replay(*args))
+    replayed, replay = [], function.CapturedFunction.__call__
+    monkeypatch.setattr(function.CapturedFunction, "__call__", lambda *args: replayed.append(args) or replay(*args))
     results = layer(x)
     assert_equal(gradients(layer, results, x, retain_graph=True), expected_of(layer, x))
     assert len(replayed) == 1
@@ -169,18 +170,9 @@ def test_gradients_of_gradients_and_several_at_once():
 
 
 def test_results_that_nothing_depends_on_have_no_gradient():
-    class Cut(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return None
-
     layer, x = Layer(), x_of()
     warmed(layer, x)
-    found = torch.autograd.grad(Cut.apply(layer(x)[0]).sum(), [x, *layer.parameters()], allow_unused=True)
+    found = torch.autograd.grad(Stopped.apply(layer(x)[0]).sum(), [x, *layer.parameters()], allow_unused=True)
     assert found == (None, None, None)
 
 
@@ -303,11 +295,7 @@ def test_threads_share_a_layer(trained, monkeypatch):
         for _ in range(10):
             found[index].append(run(inputs[index]))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     for mine, own in zip(found, expected, strict=True):
         assert len(mine) == 10
         for one in mine:
@@ -370,7 +358,7 @@ def test_what_cannot_be_captured_is_launched(monkeypatch):
     def fail(*args):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(calls, "_Backward", fail)
+    monkeypatch.setattr(calls, "_captured_gradients", fail)
     for _ in range(4):
         assert_equal(gradients(layer, layer(x), x), expected)
     assert kept._kept.replays == 1  # then none, as no backward would follow

@@ -6,7 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
 import time
 import weakref
 
@@ -21,6 +20,7 @@ from ostinato.recurrent import gradients as step_gradients
 from ostinato.recurrent import sequences, steps
 from ostinato.states import each
 from simulated_graphs import Recorded, launched, move, simulate
+from threads import in_threads
 
 SIZES = {
     "one layer": {},
@@ -274,11 +274,7 @@ def test_threads_share_gradients_of_steps(monkeypatch):
     def run(i):
         found[i] = [graph.replay(x[i], [h[i]], (grad[i], None)) for _ in range(5)]
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run, range(4))
     for mine, right in zip(found, expected, strict=True):
         for one in mine:
             equal(one, right)
@@ -628,11 +624,7 @@ def test_threads_share_a_layer(soon):
         for _ in range(30):
             found[index].append(gradients(layer, layer(inputs[index]), (inputs[index],)))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     for mine, own in zip(found, expected, strict=True):
         assert len(mine) == 30
         for one in mine:
@@ -683,7 +675,7 @@ def test_what_cannot_be_captured_is_launched(soon, monkeypatch):
     def fail(*args):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(calls, "_Backward", fail)
+    monkeypatch.setattr(calls, "_captured_gradients", fail)
     for _ in range(4):
         equal(gradients(layer, layer(x), (x,)), expected)
     assert kept._kept.replays == 1  # then none, as no backward would follow

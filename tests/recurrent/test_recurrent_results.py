@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import threading
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ from recurrent_layers import (
     pruned,
     twin,
 )
+from threads import in_threads
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -232,17 +232,13 @@ def test_the_same_call_gives_the_same_bits_in_many_threads():
         expected = layer(x, hx)[0]
     wrong = []
 
-    def call():
+    def call(_):
         with torch.no_grad():
             for _ in range(10):
                 if not torch.equal(layer(x, hx)[0], expected):
                     wrong.append(1)
 
-    threads = [threading.Thread(target=call) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(call, range(8))
     assert not wrong
 
 

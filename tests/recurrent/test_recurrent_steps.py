@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ import ostinato
 from comparisons import same_bits
 from ostinato.recurrent.cells import by_cells
 from ostinato.recurrent.gradients import differentiable
-from recurrent_layers import CELLS, assert_same, assert_same_gradients, by, flat, inputs, make, pruned, twin
+from recurrent_layers import CELLS, Stopped, assert_same, assert_same_gradients, by, flat, inputs, make, pruned, twin
+from threads import in_threads
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -163,11 +163,7 @@ def test_steps_in_several_threads_have_the_bits_of_one(block, dtype):
                 hx = layer(x, hx)[1]
         results[name] = hx
 
-    threads = [threading.Thread(target=walk, args=(i, x)) for i, x in enumerate(xs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(walk, range(len(xs)), xs)
     for i, x in enumerate(xs):
         walk("alone", x)
         assert torch.equal(results[i], results["alone"])
@@ -263,20 +259,8 @@ def test_a_kernels_step_has_the_gradients_of_another(cell):
             results.append([output, *new, *first, *(y for y in second if y is not None)])
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-        unused = torch.autograd.grad(_Stopped.apply(results[0][0]).sum(), weights, allow_unused=True)
+        unused = torch.autograd.grad(Stopped.apply(results[0][0]).sum(), weights, allow_unused=True)
         assert unused == (None,) * len(weights)
-
-
-class _Stopped(torch.autograd.Function):
-    """Lets no gradient through."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
 
 
 CAPTURED = """

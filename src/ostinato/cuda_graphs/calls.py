@@ -64,7 +64,7 @@ class CallGraphs(KeptGraphs):
         data = [x.data if i >= first else x.detach().clone() for i, x in enumerate(tensors)]
         self._leaves = [x.requires_grad_(given.requires_grad) for x, given in zip(data, tensors, strict=True)]
         self._given, self._resets = [x.data for x in self._leaves[:first]], None if resets is None else resets.clone()
-        self._backwards: dict[tuple[bool, ...], _Backward | None] = {}
+        self._backwards: dict[tuple[bool, ...], CapturedFunction | None] = {}
         self._lock, self._version = threading.Lock(), 0  # of the memory
         self._use: weakref.ref[_Use] | None = None
         with captured(self._device, self._pool) as self._graph:
@@ -121,18 +121,14 @@ class CallGraphs(KeptGraphs):
             if found is None:
                 self.give_up()
                 return None
-            return found.replay(without_none(grads))
+            return found(without_none(grads))
 
-    def _captured_backward(self, present: tuple[bool, ...]) -> "_Backward | None":
+    def _captured_backward(self, present: tuple[bool, ...]) -> CapturedFunction | None:
         if self._addresses != addresses_of(self._leaves[1 + self.states :]):
             return None  # those of the first call have moved, and others are in their place
         try:
-            found = _Backward(
-                [y for y, is_present in zip(self._results, present, strict=True) if is_present],
-                self._leaves,
-                1 + self.states,
-                self._pool,
-            )
+            results = [y for y, is_present in zip(self._results, present, strict=True) if is_present]
+            found = _captured_gradients(results, self._leaves, 1 + self.states, self._pool)
         except RuntimeError:  # as where memory is short
             return None
         self.bytes = found.bytes
@@ -143,29 +139,18 @@ class _Use:
     """The right to the memory of a call's graphs, as long as autograd may ask for the backward."""
 
 
-class _Backward:
-    """The gradients of the leaves, of those of results."""
+def _captured_gradients(results: list[Tensor], leaves: list[Tensor], inputs: int, pool: Pool) -> CapturedFunction:
+    """The gradients of the leaves, of which so many are inputs and the others weights, from those of the results."""
+    given = [torch.zeros_like(y) for y in results]
 
-    def __init__(self, results: list[Tensor], leaves: list[Tensor], inputs: int, pool: Pool) -> None:
+    def differentiate() -> tuple[Gradients, Gradients]:
         needed = [x for x in leaves if x.requires_grad]
-        inputs = sum(x.requires_grad for x in leaves[:inputs])
-        given = [torch.zeros_like(y) for y in results]
-        of_needed: list[bool] = []
+        found = iter(torch.autograd.grad(results, needed, given, retain_graph=True, allow_unused=True))
+        grads = [next(found) if x.requires_grad else None for x in leaves]
+        return grads[:inputs], grads[inputs:]
 
-        def differentiate() -> list[list[Tensor]]:
-            found = torch.autograd.grad(results, needed, given, retain_graph=True, allow_unused=True)
-            of_needed[:] = [grad is not None for grad in found]
-            return [without_none(found[:inputs]), without_none(found[inputs:])]
-
-        with torch.autograd.set_multithreading_enabled(False):
-            self._gradients = CapturedFunction(differentiate, given, pool)
-        are_found = iter(of_needed)
-        self._is_found = [x.requires_grad and next(are_found) for x in leaves]
-        self.bytes = self._gradients.bytes
-
-    def replay(self, grads: list[Tensor]) -> list[Tensor | None]:
-        found = iter(self._gradients(grads))
-        return [next(found) if is_found else None for is_found in self._is_found]
+    with torch.autograd.set_multithreading_enabled(False):
+        return CapturedFunction(differentiate, given, pool)
 
 
 class RepeatedCalls:

@@ -45,8 +45,9 @@ def replayed(layer: "StackedLayers", x: Tensor, hx: Hidden | None, resets: Tenso
 
 def _may_be_small(layer: "StackedLayers", x: Tensor) -> bool:
     """A look at what costs no time; a class of others may compute something else."""
-    is_own = layer.sequence_group is None and type(layer).__module__.startswith("ostinato.")
-    return is_own and _is_on_gpu(x) and is_eager([x]) and 0 < x.nbytes <= MOST_BYTES
+    if not _is_on_gpu(x) or layer.sequence_group is not None or not type(layer).__module__.startswith("ostinato."):
+        return False
+    return is_eager([x]) and 0 < x.nbytes <= MOST_BYTES
 
 
 def _is_on_gpu(x: Tensor) -> bool:

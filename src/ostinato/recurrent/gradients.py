@@ -111,12 +111,12 @@ class _Graph(KeptGraphs):
         needed: Sequence[bool],
     ) -> None:
         copies = _clone(x), [_clone(state) for state in states], [None if y is None else _clone(y) for y in grads]
-        self._needed, self._lock = needed, threading.Lock()
+        self._lock = threading.Lock()
 
-        def differentiate() -> list[list[Tensor]]:
+        def differentiate() -> tuple[Gradients, Gradients]:
             x, states, grads = copies
             found, inputs = _by_kernels(mode, x, states, weights, grads, needed), 1 + len(states)
-            return [without_none(found[:inputs]), without_none(found[inputs:])]
+            return found[:inputs], found[inputs:]
 
         self._gradients = CapturedFunction(differentiate, _given(*copies), torch.cuda.graph_pool_handle())
         self.bytes = self._gradients.bytes
@@ -124,8 +124,7 @@ class _Graph(KeptGraphs):
     def replay(self, x: Tensor, states: list[Tensor], grads: Gradients) -> Gradients:
         with self._lock:
             self.count_replay()
-            found = iter(self._gradients(_given(x, states, grads)))
-        return [next(found) if need else None for need in self._needed]
+            return self._gradients(_given(x, states, grads))
 
 
 def _clone(x: Tensor) -> Tensor:

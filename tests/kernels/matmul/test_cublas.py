@@ -4,12 +4,12 @@ import ctypes
 import itertools
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 
 from ostinato.kernels.matmul import cublas
+from threads import in_threads
 
 SHAPES = [(1, 1, 1), (5, 3, 2), (33, 257, 130), (512, 96, 1024), (2000, 64, 7), (4096, 512, 256)]  # M, K, N
 
@@ -117,11 +117,7 @@ def test_in_several_threads_and_in_a_graph():
             if error(cublas.multiply(a, b, bias, tf32=True), exact) > 1e-3:
                 wrong.append(a.shape)
 
-    threads = [threading.Thread(target=run, args=pair) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run, *zip(*pairs, strict=True))
     assert not wrong
 
     a, b = pairs[0]

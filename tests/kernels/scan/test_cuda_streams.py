@@ -1,12 +1,11 @@
 """CUDA scans of several streams, threads and CUDA graphs at a time, which share no workspace."""
 
-import threading
-
 import pytest
 import torch
 
 import ostinato
 from ostinato.kernels.scan.cuda import workspace
+from threads import in_threads
 
 
 @pytest.mark.gpu
@@ -57,9 +56,5 @@ def test_streams_and_threads():
                 got[i] = ostinato.linear_scan(*inputs[i])[0]
             torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(len(inputs)))
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
