@@ -218,6 +218,24 @@ def test_results_without_gradients_have_none(device):
     assert kept._kept.replays == 0
 
 
+def test_a_parameter_that_a_result_does_not_depend_on_has_no_gradient(device):
+    layer = make("LRU", device)
+    x, _ = inputs_of(layer, 0)
+
+    def run():
+        last = layer(x)[1]
+        return torch.autograd.grad(sum(y.sum() for y in last), [x, *layer.parameters()], allow_unused=True)
+
+    with launched():
+        expected = run()
+    assert None in expected
+    for _ in range(4):
+        found = run()
+        assert [y is None for y in found] == [y is None for y in expected]
+        check([y for y in found if y is not None], [y for y in expected if y is not None])
+    assert kept._kept.replays == 3
+
+
 @pytest.mark.parametrize("kind", ["MinGRU", "SRU"])
 def test_autocast_is_that_of_the_call(kind, device):
     layer = make(kind, device)

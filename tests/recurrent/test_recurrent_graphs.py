@@ -243,7 +243,9 @@ def test_gradients_of_steps_in_simulated_graphs(options, monkeypatch):
         expected = step_gradients._by_kernels("RNN_TANH", x, [h], weights, grads, needed)
         graph = step_gradients._graph_of(step, layer.weight_ih_l0, x, [h], weights, grads, needed)
         if graph is not None:
-            equal(graph.replay(x, [h], grads), expected)
+            found = graph.replay(x, [h], grads)
+            equal(found, expected)
+            assert found[0].untyped_storage().data_ptr() != found[-1].untyped_storage().data_ptr()  # of an input
     assert kept._kept.replays == 3 + 2 + 2
     # As many as of the gradients of the weights, and of these as one tensor.
     assert [x.graphs.bytes for x in kept._kept._all] == [2 * sum(weight.nbytes for weight in weights)] * 3
