@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 import ostinato
 from ostinato.kernels.persistent import backends, reference
+from ostinato.kernels.persistent.cuda import launch
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.recurrent import sequences
 from recurrent_layers import (
@@ -154,7 +155,8 @@ def test_gpu_runs_torchs_kernels_when_ours_cannot_be_made(monkeypatch, error):
     def fail(*_, **__):
         raise error("no room\nat all")
 
-    monkeypatch.setattr("ostinato.kernels.persistent.cuda.launch.kernels", fail)
+    monkeypatch.setattr(launch, "kernels", fail)
+    launch.compile_kernels.cache_clear()  # of what other tests have compiled
     layer = pruned("GRU", 5, 64, device="cuda")
     x, hx = inputs(layer, 4, device="cuda")
     plan = layer.plan(4)

@@ -416,7 +416,7 @@ def test_on_a_gpu(cell, hidden, batch, steps, layers, count, dtype, monkeypatch,
     with torch.cuda.graph(graph):
         captured = found(layer, wanted, x, hx)
     graph.replay()
-    assert same_bits(ours, captured)
+    assert same_bits(ours[: len(right)], captured)
 
 
 @pytest.mark.gpu
