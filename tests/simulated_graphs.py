@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ostinato.cuda_graphs import calls, function, kept
 
@@ -25,6 +25,7 @@ class Recorded(TorchDispatchMode):
     @torch.autocast("cpu", enabled=False)  # as the operations are those that autocast has chosen
     def replay(self):
         for func, args, kwargs, results in self.operations:
+            args = tree_map_only(torch.Tensor, lambda x: x.data, args)  # autograd counts no changes of these
             for before, now in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(before, torch.Tensor):
                     before.data.copy_(now)
@@ -32,7 +33,7 @@ class Recorded(TorchDispatchMode):
 
 @contextlib.contextmanager
 def recorded(device, pool):
-    with Recorded() as graph:
+    with torch.random.fork_rng([]), Recorded() as graph:  # a capture draws no numbers
         yield graph
 
 

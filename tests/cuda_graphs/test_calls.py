@@ -24,7 +24,7 @@ class Layer(nn.Module):
     def __init__(self, width=3):
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(width, width) / 2) for _ in range(2)])
-        self.calls = calls.RepeatedCalls(self.launched)
+        self.calls = calls.RepeatedCalls(self.launched, draws=False)
 
     def __deepcopy__(self, memo):
         other = Layer()
@@ -52,6 +52,19 @@ class Layer(nn.Module):
 def on_a_cpu(monkeypatch):
     simulate(monkeypatch, BYTES)
     torch.manual_seed(0)
+
+
+class Dropout(Layer):
+    """Of outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = calls.RepeatedCalls(self.launched, draws=True)
+
+    @staticmethod
+    def launched(x, states, weights, resets):
+        output, h = Layer.launched(x, states, weights, resets)
+        return [nn.functional.dropout(output, 0.5), h]
 
 
 def x_of(seed=0):
@@ -150,6 +163,59 @@ def test_a_backward_may_come_twice_and_late(monkeypatch):
     gradients(layer, layer(other))
     assert_equal(gradients(layer, results, x), expected_of(layer, x))
     assert len(replayed) == 2
+
+
+def test_dropout_draws_what_launched_calls_do():
+    layer, x = Dropout(), x_of()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        results = layer(x)
+        found = [*results, *gradients(layer, results, x), torch.rand(3)]
+        torch.manual_seed(seed)
+        expected = layer.launched(x, [], [*layer.weights], None)
+        assert_equal(found, [*expected, *gradients(layer, expected, x), torch.rand(3)])
+        if kept._kept.replays:
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                assert_equal(layer(x), expected)
+    assert kept._kept.replays == 3 + 3
+
+
+@pytest.mark.parametrize("how", ["twice", "late", "differentiable"])
+def test_a_backward_computed_again_drops_the_same(how):
+    layer, x = Dropout(), x_of()
+    before = warmed(layer, x)
+    torch.manual_seed(7)
+    results = layer(x)
+    expected = gradients(layer, results, x, retain_graph=True)
+    if how == "twice":
+        gradients(layer, results, x, retain_graph=True)
+    elif how == "late":
+        with torch.no_grad():
+            x.data, value = x_of(1), x.data
+        gradients(layer, layer(x))
+        x.data = value
+    torch.manual_seed(8)
+    found = gradients(layer, results, x, create_graph=how == "differentiable")
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two)
+    assert kept._kept.replays == before + 1 + (how == "late")
+    after = torch.rand(3)
+    torch.manual_seed(8)
+    assert torch.equal(after, torch.rand(3))  # of what is drawn next, the backward takes none
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_with_dropout(reentrant):
+    layer, x = Dropout(), x_of()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        output = layer.launched(x, [], [*layer.weights], None)[0]
+        expected = torch.autograd.grad(output.square().sum(), x)[0]
+        torch.manual_seed(seed)
+        x.grad = None
+        checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant).square().sum().backward()
+        assert torch.equal(x.grad, expected)
 
 
 def test_gradients_of_gradients_and_several_at_once():
@@ -509,7 +575,7 @@ def test_the_gradients_of_large_weights_take_room(monkeypatch):
 
 
 def test_many_equal_layers():
-    layers, shared = [Layer() for _ in range(200)], calls.RepeatedCalls(Layer.launched)
+    layers, shared = [Layer() for _ in range(200)], calls.RepeatedCalls(Layer.launched, draws=False)
     with torch.no_grad():
         for _ in range(2):
             for layer in layers:

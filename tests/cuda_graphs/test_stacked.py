@@ -115,18 +115,7 @@ def replays_of(layer, times=4, **others):
 
 
 def test_which_calls_are_captured(device, monkeypatch):
-    layer = make("MinGRU", device, num_layers=2, dropout=0.5)
-    assert replays_of(layer) == 0
-    layer.eval()
-    assert replays_of(layer) == 0  # the backward might launch the call again, in training
-    with torch.no_grad():
-        x, _ = inputs_of(layer, 0)
-        with launched():
-            expected = layer(x)
-        for _ in range(4):
-            check(layer(x), expected)  # without dropout
-    assert kept._kept.replays == 3
-    layer.dropout = 0.0
+    layer = make("MinGRU", device, num_layers=2)
     assert replays_of(layer) == 2
     x, _ = inputs_of(layer, 0)
     with monkeypatch.context() as smaller:
@@ -134,6 +123,36 @@ def test_which_calls_are_captured(device, monkeypatch):
         assert replays_of(layer) == 0
     layer.sequence_group = lambda: None  # of processes that share its sequences
     assert [stacked.replayed(layer, x, None, None) for _ in range(4)] == [None] * 4
+
+
+def test_dropout(device):
+    layer, (x, _) = make("MinGRU", device, num_layers=3, dropout=0.5), inputs_of(make("MinGRU", device), 0)
+    options = [0] if device == "cuda" else []
+
+    def run(seed):
+        with torch.random.fork_rng(devices=options):
+            torch.manual_seed(seed)
+            results = layer(x)
+            return [*results, *gradients(layer, results, x)]
+
+    for training in (True, False):
+        layer.train(training)
+        with launched():
+            expected = [run(seed) for seed in range(3)]
+        for _ in range(2):
+            for seed in range(3):
+                check(run(seed), expected[seed])
+        assert training != torch.equal(expected[0][0], expected[1][0])
+    assert kept._kept.replays == 2 * 5
+    layer.dropout = 0.25
+    check(run(0), expected[0])
+    layer.train()
+    assert (run(0)[0] - expected[0][0]).abs().max() > 0.01
+    for _ in range(4):
+        results = layer(x)
+        first = gradients(layer, results, x, retain_graph=True)
+        for one, two in zip(gradients(layer, results, x), first, strict=True):  # drops the same
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
 def test_switches_of_products_count(device, monkeypatch):

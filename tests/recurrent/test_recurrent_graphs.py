@@ -176,14 +176,26 @@ def test_evaluation_drops_nothing_after_calls_in_training(simulated):
     simulated()
     layer, x = ostinato.GRU(16, 24, 2, dropout=0.5).requires_grad_(False), torch.randn(7, 3, 16)
     before = kept._kept.replays
-    for _ in range(3):
-        layer(x)
-    assert kept._kept.replays == before
-    layer.eval()
-    with launched():
-        expected = layer(x)
+    for training in (True, False):
+        layer.train(training)
+        torch.manual_seed(0)
+        with launched():
+            expected = layer(x)
+        for _ in range(4):
+            torch.manual_seed(0)
+            equal(layer(x), expected)
+    assert kept._kept.replays == before + 2 * 3
+    torch.testing.assert_close(expected[0], ostinato.GRU.forward(copy.deepcopy(layer).train(False), x)[0])
+
+
+def test_a_late_backward_drops_the_same(simulated):
+    simulated()
+    layer, x, before = ostinato.GRU(16, 24, 2, dropout=0.5), torch.randn(7, 3, 16), kept._kept.replays
     for _ in range(4):
-        equal(layer(x), expected)
+        results = layer(x)
+        first = gradients(layer, results, (), retain_graph=True)
+        for one, two in zip(gradients(layer, results, ()), first, strict=True):
+            torch.testing.assert_close(one, two)
     assert kept._kept.replays == before + 3
 
 
@@ -634,19 +646,40 @@ def test_threads_share_a_layer(soon):
 
 
 @pytest.mark.gpu
-def test_dropout_is_drawn_anew(soon):
-    layer = layer_of("GRU", num_layers=2, dropout=0.5)
+@pytest.mark.parametrize("cell", ["relu", "GRU", "LSTM"])
+@pytest.mark.parametrize("options", [{"num_layers": 3}, {"num_layers": 2, "bidirectional": True}])
+def test_dropout_is_drawn_anew(cell, options, soon):
+    layer = layer_of(cell, dropout=0.5, **options)
     x = input_of(layer)
+
+    def run(seed):
+        torch.manual_seed(seed)
+        results = layer(x)
+        return [*flat(*results), *gradients(layer, results, (x,)), torch.rand(3, device="cuda")]
+
+    with launched():
+        expected = [run(seed) for seed in range(4)]
+    for _ in range(2):
+        for seed in range(4):
+            equal(run(seed), expected[seed])
+    assert not torch.equal(expected[0][0], expected[1][0])
     outputs = [layer(x)[0] for _ in range(4)]
     assert all(not torch.equal(one, two) for one, two in itertools.pairwise(outputs))
-    assert kept._kept.replays == 0
+    assert kept._kept.replays == 7 + 4
+    torch.manual_seed(5)
+    results = layer(x)
+    first = gradients(layer, results, (x,), retain_graph=True)
+    torch.manual_seed(6)
+    for one, two in zip(gradients(layer, results, (x,)), first, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    before = kept._kept.replays
     layer.eval()
     with torch.no_grad():
         with launched():
             expected = flat(*layer(x))
         layer(x)
         equal(flat(*layer(x)), expected)
-    assert kept._kept.replays == 1
+    assert kept._kept.replays == before + 1
     layer.train()
     assert not torch.equal(layer(x)[0], layer(x)[0])
 

@@ -182,17 +182,19 @@ def _loops(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
 
 def _short(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
     """Short sequences, without gradients and trained: called, compiled, and from a CUDA graph; a GPU is awaited."""
-    shapes = ("GRU", 128, 16, 32), ("LSTM", 256, 64, 16)
-    for (name, hidden, steps, batch), trained in itertools.product(shapes, (False, True)):
+    dropped = {"num_layers": 2, "dropout": 0.2}
+    shapes = ("GRU", 128, 16, 32, {}), ("LSTM", 256, 64, 16, {}), ("LSTM", 256, 64, 16, dropped)
+    for (name, hidden, steps, batch, options), trained in itertools.product(shapes, (False, True)):
         x, grad = torch.randn(2, steps, batch, hidden, device=device)
         contestants: dict[str, Call] = {}
         with torch._dynamo.config.patch(allow_rnn=True):  # as compiled calls ask for it, also while they are timed
             for who, kind in zip(("Ostinato", "torch.nn"), PEERS[name], strict=False):
-                make = partial(kind, hidden, hidden, device=device)
+                make = partial(kind, hidden, hidden, **options, device=device)
                 for how, call in _ways(make, x, grad if trained else None):
                     contestants[who + how] = _awaited(call, device)
             what = "training of" if trained else "inference of"
-            yield f"{what} {name} {hidden}, T = {steps}, B = {batch}", contestants
+            layers = ", 2 layers, dropout" if options else ""
+            yield f"{what} {name} {hidden}, T = {steps}, B = {batch}{layers}", contestants
 
 
 def _short_diagonal(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:

@@ -8,13 +8,14 @@ given.
 
 What the graphs keep for the backward is that of the last call.  A call that comes before the backward of the one
 before it is therefore launched as usual, and a backward that comes too late, or a second time, computes its forward
-again.
+again, with the same random numbers.
 """
 
 import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from ostinato.cuda_graphs.capture import Pool, bytes_of, captured
 from ostinato.cuda_graphs.function import CapturedFunction
 from ostinato.cuda_graphs.kept import KeptGraphs, Repeated
+from ostinato.cuda_graphs.random import drawn_from, random_state
 from ostinato.kernels.operators.autograd import Gradients, by_autograd, with_data, without_none
 from ostinato.kernels.operators.dispatch import apply_of, autograd_function
 from ostinato.kernels.operators.eager import is_eager
@@ -56,7 +58,8 @@ def _bytes_of(weights: Sequence[Tensor], rows: int) -> int:
 class CallGraphs(KeptGraphs):
     """A call, and its backward, captured with memory of their own."""
 
-    def __init__(self, run: Run, tensors: list[Tensor], states: int, resets: Tensor | None) -> None:
+    def __init__(self, run: Run, draws: bool, tensors: list[Tensor], states: int, resets: Tensor | None) -> None:
+        self.draws = draws
         self._device, self._pool = tensors[0].device, torch.cuda.graph_pool_handle()
         self.states, first = states, 1 + states
         self._addresses = addresses_of(tensors[first:])  # where the weights are read
@@ -149,15 +152,15 @@ def _captured_gradients(results: list[Tensor], leaves: list[Tensor], inputs: int
         grads = [next(found) if x.requires_grad else None for x in leaves]
         return grads[:inputs], grads[inputs:]
 
-    with torch.autograd.set_multithreading_enabled(False):
-        return CapturedFunction(differentiate, given, pool)
+    return CapturedFunction(differentiate, given, pool)
 
 
 class RepeatedCalls:
     """Calls of the same sizes, which are replayed once they have repeated often enough."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, draws: bool) -> None:
         self.run, self.graphs = run, Repeated[CallGraphs]()
+        self._draws = draws  # random numbers
 
     def replay(
         self,
@@ -177,7 +180,7 @@ class RepeatedCalls:
         def capture() -> CallGraphs:
             differentiable = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(differentiable):
-                return CallGraphs(self.run, [x, *states, *weights], len(states), resets)
+                return CallGraphs(self.run, self._draws, [x, *states, *weights], len(states), resets)
 
         bytes_needed = _bytes_of(weights, x.numel() // x.shape[-1])
         if training:  # gradients, and these as one tensor
@@ -205,6 +208,7 @@ def addresses_of(weights: Sequence[Tensor]) -> tuple[int, ...]:
 def _forward(
     ctx: Any, graphs: CallGraphs, use: _Use, run: Run, resets: Tensor | None, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
+    ctx.random_state = random_state(tensors[0].device) if graphs.draws else None
     results, ctx.version = graphs.forward(tensors, resets)
     ctx.graphs, ctx.use, ctx.run = graphs, use, run
     # Of a parameter autograd keeps the object, whose data may be other by the backward.
@@ -229,7 +233,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
             def launched(own: list[Tensor]) -> list[Tensor]:
                 launch: Run = ctx.run
-                return launch(own[0], own[1:first], own[first:], resets)
+                state = ctx.random_state
+                with nullcontext() if state is None else drawn_from(state, own[0].device):
+                    return launch(own[0], own[1:first], own[first:], resets)
 
             # Compiled autograd would follow the launches, and lose all gradients.
             differentiate = torch.compiler.disable(by_autograd) if torch.compiler.is_compiling() else by_autograd

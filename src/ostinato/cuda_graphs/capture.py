@@ -5,7 +5,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,27 +25,27 @@ def capture(
     with torch.cuda.device(device):
         for _ in range(warm_ups):
             function()
-        stream = torch.cuda.current_stream()
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        try:
-            with torch.cuda.graph(graph, pool=pool):
-                result = function()
-        except Exception:
-            torch.cuda.set_stream(stream)
-            _leave_capture(pool)
-            raise
+        gc.collect()
+        torch.cuda.empty_cache()  # a capture that needs memory cannot free any
+        device, pool = torch.device("cuda", torch.cuda.current_device()), torch.cuda.graph_pool_handle()
+        with captured(device, pool, "functions") as graph:
+            result = function()
     return graph.replay, result
 
 
 @contextmanager
-def captured(device: torch.device, pool: Pool) -> Iterator[torch.cuda.CUDAGraph]:
+def captured(
+    device: torch.device, pool: Pool, what: Literal["calls", "functions"] = "calls"
+) -> Iterator[torch.cuda.CUDAGraph]:
     """A graph of what this thread launches in the block, which must have run before; other threads may go on.
 
     ``torch.cuda.graph`` would wait for the GPU and free all memory that PyTorch has cached.  Graphs of the same `pool`
     may use each other's results, if they are replayed in the order of their captures.
     """
-    graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device)
-    with _one_capture, _without_garbage_collection(), torch.cuda.stream(stream):
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device, what)
+    in_this_thread = torch.autograd.set_multithreading_enabled(False)
+    with _one_capture, _without_garbage_collection(), torch.cuda.stream(stream), in_this_thread:
+        _keep_workspace(device)
         try:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -86,9 +86,27 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 @functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures, as cuBLAS keeps some 64 MB for every stream."""
+def _capture_stream(device: torch.device, what: str) -> torch.cuda.Stream:
+    """One for all captures of calls, as cuBLAS keeps some 64 MB for every stream.
+
+    Another for functions, which may be replayed while calls are.
+    """
     return torch.cuda.Stream(device)
+
+
+def _keep_workspace(device: torch.device) -> None:
+    """Give cuBLAS its memory on this stream before a capture, whose graph's memory it would be otherwise.
+
+    Graphs that other layers capture later use it, too, and outlive that one.
+    """
+    with torch.cuda.use_mem_pool(_workspaces(device)):
+        torch.cuda.current_blas_handle()
+
+
+@functools.cache
+def _workspaces(device: torch.device) -> torch.cuda.MemPool:
+    """Memory that is nothing else's, even when PyTorch takes it from cuBLAS, as it does before captures of its own."""
+    return torch.cuda.MemPool()
 
 
 def _leave_capture(pool: Pool) -> None:

@@ -23,22 +23,18 @@ def replayed(layer: "StackedLayers", x: Tensor, hx: Hidden | None, resets: Tenso
     """What the layers return for a dense input, by CUDA graphs; None if they are to be launched."""
     if torch.compiler.is_compiling() or not _may_be_small(layer, x):
         return None
-    trained = torch.is_grad_enabled()
-    # With gradients not in evaluation either: launched again in the backward, it might no longer be.
-    if layer.dropout > 0 and layer.num_layers > 1 and (layer.training or trained):
-        return None
     states, weights = states_of(hx), list[Any](layer._parameters.values())
     like = [x, *weights, *distinct(states)]
     if resets is not None:
         like.append(resets)
     settings = [getattr(layer, name) for name in layer.settings]
-    how = type(layer), *settings, *layer._parameters, autocast_dtype(x.device), *product_switches()
+    how = type(layer), *settings, _drops(layer), *layer._parameters, autocast_dtype(x.device), *product_switches()
     calls = _CALLS.find(like, *how)
     if calls is None and None not in weights:
         _CALLS.add(lambda: _prepared(layer, x, weights), like, *how)
     if not calls:
         return None
-    training = trained and any(y.requires_grad for y in like)
+    training = torch.is_grad_enabled() and any(y.requires_grad for y in like)
     results = calls.replay(layer, x, states, weights, resets, training)
     return None if results is None else (results[0], hidden_of(results[1:]))
 
@@ -58,14 +54,18 @@ def _prepared(layer: "StackedLayers", x: Tensor, weights: list[Tensor]) -> Repea
     are_all = set(layer._parameters) == set(layer._shapes_by_name())  # parametrized ones are elsewhere
     if not are_all or not are_worth(weights, x.numel() // x.shape[-1], MOST_BYTES * layer.num_layers):
         return False
-    return RepeatedCalls(_launcher(layer, autocast_dtype(x.device)))
+    return RepeatedCalls(_launcher(layer, autocast_dtype(x.device)), draws=_drops(layer))
+
+
+def _drops(layer: "StackedLayers") -> bool:
+    return layer.dropout > 0 and layer.training and layer.num_layers > 1
 
 
 def _launcher(layer: "StackedLayers", autocast: torch.dtype | None) -> Run:
     """Launches such calls of any layer: it holds nothing of this one's, which would be kept with the results."""
     kind, names = type(layer), [*layer._parameters]
     attributes: dict[str, Any] = {name: getattr(layer, name) for name in layer.settings}
-    attributes |= {"training": False, "_buffers": {}, "_modules": {}}
+    attributes |= {"training": _drops(layer), "_buffers": {}, "_modules": {}}
 
     def run(x: Tensor, states: list[Tensor], weights: list[Tensor], resets: Tensor | None) -> list[Tensor]:
         own = object.__new__(kind)

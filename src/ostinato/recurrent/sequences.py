@@ -104,7 +104,8 @@ class SequenceLayers(MaskedLayers):
         autocast = autocast_dtype(device)
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional, self.mode, self.batch_first
         # The number of states tells them from biases, of which an LSTM has as many.
-        how = *sizes, len(states), self._forced_path, autocast, layers_allow_tf32(device, dtype), resets is None
+        states_and_dropout = len(states), _dropout_of(self)
+        how = *sizes, *states_and_dropout, self._forced_path, autocast, layers_allow_tf32(device, dtype), resets is None
         # On which the plan depends, too, and of products the kernels in a CUDA graph.
         where = is_captured(device), torch.get_num_threads(), torch._C._get_cudnn_enabled(), *product_switches()
         # Another object for each mask, and whenever a mask changes.
@@ -123,7 +124,7 @@ class SequenceLayers(MaskedLayers):
             return call
         if not are_worth(weights, call.batch * call.steps):
             return call
-        return call._replace(repeated=RepeatedCalls(_launcher(self, call)))
+        return call._replace(repeated=RepeatedCalls(_launcher(self, call), draws=_dropout_of(self) > 0))
 
     def _find_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
@@ -177,9 +178,7 @@ class SequenceLayers(MaskedLayers):
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None, call: KernelCall
     ) -> tuple[Any, Any]:
         """As ``torch.nn``'s forward: launched, or replayed."""
-        # With gradients not in evaluation either: launched again in the backward, it might no longer be.
-        drops = self.dropout > 0 and self.num_layers > 1 and (self.training or call.training)
-        if call.repeated is not None and not drops:
+        if call.repeated is not None:
             results = call.repeated.replay(self, input, states, weights, resets, call.training)
             if results is not None:
                 return results[0], hidden_of(results[1:])
@@ -205,19 +204,25 @@ class SequenceLayers(MaskedLayers):
 
 
 def _launcher(layer: SequenceLayers, call: KernelCall) -> Run:
-    """Launches such calls of any layer, without dropout.
+    """Launches such calls of any layer.
 
     Autograd keeps it as long as the results, which hooks may keep with a layer: so it holds nothing of this one's.
     """
     bare = object.__new__(SequenceLayers)
-    names = "mode", "hidden_size", "bidirectional", "batch_first", "_all_weights", "_forced_path"
-    bare.__dict__.update({name: getattr(layer, name) for name in names}, dropout=0.0, training=False, _buffers={})
+    names = "mode", "hidden_size", "num_layers", "bidirectional", "batch_first", "_all_weights", "_forced_path"
+    attributes = {name: getattr(layer, name) for name in names}
+    bare.__dict__.update(attributes, dropout=_dropout_of(layer), training=True, _buffers={})
 
     def run(x: Tensor, states: list[Tensor], weights: list[Tensor], resets: Tensor | None) -> list[Tensor]:
         output, last = bare._forward_kernels(x, states, weights, resets, call)
         return [output, *states_of(last)]
 
     return run
+
+
+def _dropout_of(layer: MaskedLayers) -> float:
+    """The probability with which a call drops outputs of all layers but the last."""
+    return layer.dropout if layer.training and layer.num_layers > 1 else 0.0
 
 
 def _at_once(layer: MaskedLayers, call: Call) -> int:
@@ -294,7 +299,7 @@ def _stack_of(
         weights = [x.view_as(x) for x in weights]
     alone = len(layer._all_weights) == 1  # whose states need no copy, also backward
     initial: list[Any] = [[x.squeeze(0)] if alone else x.unbind(0) for x in states]
-    drops = layer.training and layer.dropout > 0
+    drops = _dropout_of(layer) > 0
     return rows, _Stack(initial, weights, _masks_of(layer), offsets, begins, batch, training, drops)
 
 

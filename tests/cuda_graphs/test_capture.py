@@ -1,0 +1,56 @@
+"""What a captured graph keeps, on a GPU."""
+
+import pytest
+import torch
+
+from ostinato.cuda_graphs.capture import bytes_of, capture, captured
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+def bytes_kept_with(y):
+    """Of the graph of which this is a result."""
+    segments = torch.cuda.memory_snapshot()
+    pools = [x["segment_pool_id"] for x in segments if 0 <= y.data_ptr() - x["address"] < x["total_size"]]
+    return bytes_of(*pools, y)
+
+
+def test_the_memory_of_cublas_is_in_no_graph():
+    """Graphs that are captured later use it, too, and may outlive the one with which it was allocated."""
+    device, pool = torch.device("cuda", 0), torch.cuda.graph_pool_handle()
+    x = torch.randn(256, 256, device=device)
+    torch._C._cuda_clearCublasWorkspaces()
+    with captured(device, pool) as graph:
+        y = x @ x
+    replay, z = capture(lambda: x @ x, device)
+    assert bytes_kept_with(y) <= 2 * MIB
+    assert bytes_kept_with(z) <= 2 * MIB
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    free = [x["total_size"] for x in torch.cuda.memory_snapshot() if not x["active_size"]]
+    assert max(free) >= 4 * MIB  # cuBLAS's, which no one else gets
+    for result, again in ((y, graph.replay), (z, replay)):
+        again()
+        torch.testing.assert_close(result, x @ x)
+
+
+def test_a_function_may_differentiate_what_is_captured():
+    x = torch.randn(5, 7, device="cuda", requires_grad=True)
+    replay, (grad,) = capture(lambda: torch.autograd.grad(x.square().sum(), x))
+    with torch.no_grad():
+        x.fill_(3)
+    replay()
+    assert torch.equal(grad, torch.full_like(x, 6))
+
+
+def test_a_failed_capture_leaves_the_next_one_whole():
+    x = torch.ones(3, device="cuda")
+    with pytest.raises(RuntimeError, match="capturing"):
+        capture(lambda: x.sum().item(), warm_ups=0)
+    replay, y = capture(lambda: x + 1)
+    x.fill_(4)
+    replay()
+    assert y.tolist() == [5, 5, 5]
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
