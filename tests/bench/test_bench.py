@@ -201,7 +201,7 @@ def test_calls_are_compared_with_an_addition(tmp_path, monkeypatch):
     path = tmp_path / "calls.json"
     bench_app(["calls", "--quick", "--device", "cpu", "--json", str(path)], standalone_mode=False)
     results = json.loads(path.read_text())["results"]
-    assert len(results) == 4 + 12 + 9 + 8 + 4 + 4 + 2 * 9 + 2
+    assert len(results) == 4 + 12 + 9 + 8 + 4 + 6 + 2 * 9 + 2
     for record in results:
         rows = record["contestants"]
         assert next(iter(rows)) == OURS

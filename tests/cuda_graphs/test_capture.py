@@ -45,10 +45,20 @@ def test_a_function_may_differentiate_what_is_captured():
     assert torch.equal(grad, torch.full_like(x, 6))
 
 
+def test_what_a_function_owns_is_kept_with_its_graph():
+    replay, y = capture(torch.nn.Linear(1024, 1024, device="cuda").requires_grad_(False).weight.t().square)
+    expected = y.clone()
+    torch.cuda.empty_cache()
+    _ = [torch.full((1024, 1024), 7.0, device="cuda") for _ in range(32)]
+    replay()
+    assert torch.equal(y, expected)
+
+
 def test_a_failed_capture_leaves_the_next_one_whole():
     x = torch.ones(3, device="cuda")
     with pytest.raises(RuntimeError, match="capturing"):
         capture(lambda: x.sum().item(), warm_ups=0)
+    torch.rand(3, device="cuda")
     replay, y = capture(lambda: x + 1)
     x.fill_(4)
     replay()

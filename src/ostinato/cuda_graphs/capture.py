@@ -30,7 +30,12 @@ def capture(
         device, pool = torch.device("cuda", torch.cuda.current_device()), torch.cuda.graph_pool_handle()
         with captured(device, pool, "functions") as graph:
             result = function()
-    return graph.replay, result
+    return functools.partial(_replay, graph, function), result
+
+
+def _replay(graph: torch.cuda.CUDAGraph, function: Callable) -> None:
+    """Given also the function, which owns what the graph reads, so that both are kept."""
+    graph.replay()
 
 
 @contextmanager
@@ -43,16 +48,23 @@ def captured(
     may use each other's results, if they are replayed in the order of their captures.
     """
     graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device, what)
-    in_this_thread = torch.autograd.set_multithreading_enabled(False)
-    with _one_capture, _without_garbage_collection(), torch.cuda.stream(stream), in_this_thread:
+    with (
+        _one_capture,
+        _without_garbage_collection(),
+        torch.cuda.stream(stream),
+        torch.autograd.set_multithreading_enabled(False),  # backwards have a thread of their own otherwise
+    ):
         _keep_workspace(device)
         try:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 yield graph
-            finally:
-                graph.capture_end()
-        except Exception:
+            except BaseException:
+                with suppress(RuntimeError):  # which would hide the cause
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        except BaseException:
             _leave_capture(pool)
             raise
 
@@ -99,8 +111,9 @@ def _keep_workspace(device: torch.device) -> None:
 
     Graphs that other layers capture later use it, too, and outlive that one.
     """
-    with torch.cuda.use_mem_pool(_workspaces(device)):
-        torch.cuda.current_blas_handle()
+    if torch.cuda.get_allocator_backend() == "native":  # others have no such memory
+        with torch.cuda.use_mem_pool(_workspaces(device)):
+            torch.cuda.current_blas_handle()
 
 
 @functools.cache
@@ -110,7 +123,12 @@ def _workspaces(device: torch.device) -> torch.cuda.MemPool:
 
 
 def _leave_capture(pool: Pool) -> None:
-    """After a failed capture, which leaves PyTorch's allocator in capture mode, in which it frees no memory."""
+    """After a failed capture, which leaves PyTorch in one: its allocator frees nothing, and its generator raises."""
     with suppress(RuntimeError):  # the capture had ended
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+    with suppress(RuntimeError):  # the GPU has failed
+        graph, x = torch.cuda.CUDAGraph(), torch.empty(1, device="cuda")
+        graph.capture_begin(capture_error_mode="thread_local")
+        x.zero_()  # an empty capture is warned of
+        graph.capture_end()

@@ -63,5 +63,4 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
         replay()
         return result
 
-    replayed.function = function  # type: ignore[attr-defined]  # owns memory that the graph reads, as a layer its masks
     return replayed
