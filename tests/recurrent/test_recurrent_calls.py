@@ -52,6 +52,23 @@ def test_a_plan_is_of_packed_sequences_and_of_those_with_resets(kind):
     assert layer.plan(2, steps=12, **{kind: True}).has_kernel
 
 
+def test_which_calls_are_planned_as_replayed(monkeypatch):
+    asked = []
+    monkeypatch.setattr(sequences, "plan_layer", lambda mask, call: asked.append(call) or Plan("dense"))
+    monkeypatch.setattr(sequences, "are_worth", lambda weights, rows: rows <= 400)
+    layer = make("GRU", 5, 8)
+    others = {"training": True}, {"packed": True}, {"steps": None}, {"steps": 101}, {"batch": 1, "steps": 513}
+    for options in ({}, {"resets": True}, *others):
+        layer.plan(**{"batch": 4, "steps": 100} | options)
+    pruned("GRU", 5, 8).plan(4, steps=100)
+    assert [call.replayed for call in asked[:-1]] == [True, True] + [False] * len(others)
+    assert not asked[-1].replayed
+    monkeypatch.setattr(sequences, "is_captured", lambda device: True)
+    layer.plan(4, steps=100)
+    assert asked[-1].captured
+    assert not asked[-1].replayed
+
+
 def test_kernels_are_compared_with_cudnns_only_if_these_would_run(monkeypatch):
     layer, asked = make("GRU", 5, 8), []
     monkeypatch.setattr(sequences, "plan_layer", lambda mask, call: asked.append(call) or Plan("dense"))

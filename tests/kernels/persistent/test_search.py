@@ -95,6 +95,7 @@ SMALL = "gru", 64, 16, f16, 20  # whose launches take the host longer than cuDNN
         (("lstm", 64, 200, f32, 400), {"compared": False}, True),
         (SMALL, {}, True),  # 22 microseconds a call, 39
         (SMALL, {"captured": False}, False),  # 150, 110
+        (SMALL, {"captured": False, "replayed": True}, True),
         (SMALL, {"captured": False, "steps": 200}, True),
         (SMALL, {"captured": False, "dtype": bf16}, True),  # of which cuDNN launches every step
         (SMALL, {"captured": False, "hidden_size": 256}, True),

@@ -30,6 +30,7 @@ class Call(NamedTuple):
     threads: int = 1  # of a CPU
     bidirectional: bool = False  # the layers that run at once are both directions of one
     captured: bool = False  # in a CUDA graph, whose launches cost the host nothing; of dense layers alone
+    replayed: bool = False  # from a CUDA graph once it has repeated, which costs the host less than torch's launches
 
     @property
     def length(self) -> int:

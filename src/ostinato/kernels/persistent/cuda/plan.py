@@ -92,7 +92,7 @@ def _why_torch(plan: Plan, call: Call, pruned: bool, tf32: bool) -> str | None:
     """
     processors = torch.cuda.get_device_properties(call.device).multi_processor_count
     ours, torchs = call.length * step_microseconds(plan, call), torchs_microseconds(call, tf32, processors)
-    waits = cudnn.is_one_launch(call) and not (call.training or call.captured or pruned)
+    waits = cudnn.is_one_launch(call) and not (call.training or call.captured or call.replayed or pruned)
     host = call.at_once * LAUNCHES if waits else 0.0
     if torchs >= max(ours, host):
         return None
