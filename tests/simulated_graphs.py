@@ -69,4 +69,5 @@ def simulate(monkeypatch, bytes_of_graphs):
     monkeypatch.setattr(kept, "_kept", kept._AllKept())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -404,6 +404,12 @@ def test_several_graphs_make_room_for_one(monkeypatch):
     assert kept._kept._all == []
 
 
+@pytest.mark.parametrize("free", [8 * BYTES, 8 * BYTES - 1])
+def test_graphs_leave_memory_to_others(free, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
+    assert warmed(Layer(), x_of()) == (free >= 8 * BYTES)
+
+
 def test_counts_are_bounded(monkeypatch):
     monkeypatch.setattr(kept, "_MOST_COUNTED", 3)
     layer, x = Layer(), x_of()

@@ -185,7 +185,7 @@ class RepeatedCalls:
         bytes_needed = _bytes_of(weights, x.numel() // x.shape[-1])
         if training:  # gradients, and these as one tensor
             bytes_needed += 2 * sum(weight.nbytes for weight in weights if weight.requires_grad)
-        found = self.graphs.graphs_of((addresses_of(weights),), capture, bytes_needed, layer)
+        found = self.graphs.graphs_of((addresses_of(weights),), capture, bytes_needed, x.device, layer)
         if found is None:
             return None
         if not training:

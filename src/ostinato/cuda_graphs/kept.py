@@ -5,10 +5,12 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 
 USES = 16  # of equal calls before they are captured: more than most warm-ups of other captures
 MOST_KEPT = 512 << 20  # bytes of all graphs
+_OF_FREE = 8  # one part of so many of a GPU's free memory at most, which who fills it is to have
 _STALE = 4096  # replays of others, after which graphs may make room
 _MOST_COUNTED = 512  # of calls of the same sizes, as of equal layers; graphs of as many have no room
 
@@ -38,12 +40,17 @@ class Repeated(Generic[G]):
         self.found: dict[tuple[Hashable, ...], int | G | None] = {}
 
     def graphs_of(
-        self, key: tuple[Hashable, ...], capture: Callable[[], G], bytes_needed: int, owner: nn.Module | nn.Parameter
+        self,
+        key: tuple[Hashable, ...],
+        capture: Callable[[], G],
+        bytes_needed: int,
+        device: torch.device,
+        owner: nn.Module | nn.Parameter,
     ) -> G | None:
         """The graphs of a call, which are captured once it has come often enough.
 
-        None if it has none: not yet, or as it cannot be captured, which is a RuntimeError, or as the others leave no
-        room.  The key begins with where the weights are.  They would be kept, too: graphs go with their owner, which is
+        None if it has none: not yet, or as it cannot be captured, which is a RuntimeError, or as others leave no room,
+        graphs or what else the GPU holds.  The key begins with where the weights are.  They would be kept, too: graphs go with their owner, which is
         the layer or a parameter of it, and with its weights.
         """
         found = self.found.get(key, 0)
@@ -57,7 +64,7 @@ class Repeated(Generic[G]):
             self.found[key] = found + 1
             return None
         self.found[key] = None  # other threads launch meanwhile
-        if _kept.make_room(bytes_needed):
+        if _OF_FREE * bytes_needed <= torch.cuda.mem_get_info(device)[0] and _kept.make_room(bytes_needed):
             with suppress(RuntimeError):
                 self.found[key] = graphs = capture()
                 graphs.bytes = max(graphs.bytes, bytes_needed)

@@ -150,7 +150,7 @@ def _graph_of(
     key = addresses_of(weights), tuple([grad is not None for grad in grads]), product_switches()
     bytes_needed = 2 * sum(weight.nbytes for weight in weights)  # of their gradients, and these as one tensor
     capture = functools.partial(_Graph, step.mode, x, states, weights, grads, needed)
-    return step.graphs.graphs_of(key, capture, bytes_needed, owner)
+    return step.graphs.graphs_of(key, capture, bytes_needed, x.device, owner)
 
 
 def _by_kernels(
