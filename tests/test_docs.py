@@ -1,5 +1,6 @@
 """The documentation says what is so: its code runs, its figures are those of the committed runs."""
 
+import ast
 import inspect
 import pkgutil
 import re
@@ -190,6 +191,24 @@ def test_links_outside_of_the_site_lead_somewhere(name):
         if anchor:
             headings = re.findall("^#+ (.*)", (ROOT / path).read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, anchor
+
+
+def listed(path):
+    """What the table of a package's docstring lists, without the endings of modules and folders."""
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return {name.rstrip("/").removesuffix(".py") for name in re.findall(r"^``([\w./]+)``  ", docstring, re.MULTILINE)}
+
+
+PACKAGES = [path for folder in ("src", "benchmarks") for path in sorted((ROOT / folder).rglob("__init__.py"))]
+BACKENDS = ROOT / "src/ostinato/kernels/scan/__init__.py"  # which is what its table lists, not files
+
+
+@pytest.mark.parametrize("path", [path for path in PACKAGES if listed(path) and path != BACKENDS], ids=name_of)
+def test_a_package_lists_the_files_that_it_has(path):
+    files = [file for file in path.parent.iterdir() if file.suffix == ".py" or (file / "__init__.py").exists()]
+    modules = {file.stem for file in files} - {"__init__"}
+    assert modules <= listed(path)
+    assert not [name for name in listed(path) - modules if not (path.parent / name).exists()]
 
 
 WITH_CODE = [path for path in PAGES if python_of(path).strip()]

@@ -3,7 +3,6 @@
 ===================  ==========================================================
 ``layers.py``        the layers: their contract, and who computes a call
 ``sequences.py``     whole sequences by persistent kernels
-``graphs.py``        the training of small layers as CUDA graphs
 ``steps.py``         one step at a time
 ``scripting.py``     whole sequences in TorchScript
 ``cells.py``         one step by torch's cells, which have gradients
