@@ -27,17 +27,16 @@ def assert_close(got, expected, tolerance=None):
     assert error.numel() == 0 or error.max() <= (tolerance or TOLERANCE[got.dtype])
 
 
-def assert_same(got, expected):
-    """Equal bits, but for the sign of zero and of NaN."""
-    for x, y in zip(got, expected, strict=True):
-        assert (x is None) == (y is None)
-        assert x is None or torch.equal(torch.nan_to_num(x, nan=7e7), torch.nan_to_num(y, nan=7e7))
-
-
-def same_bits(got, expected):
-    """Whether there are as many tensors, each equal to the other."""
+def same_bits(got, expected, equal_nan=False):
+    """Whether there are as many results, each None in both, or of equal shapes, dtypes and numbers."""
     got, expected = [*got], [*expected]
-    return len(got) == len(expected) and all(map(torch.equal, got, expected))
+    return len(got) == len(expected) and all(_are_equal(x, y, equal_nan) for x, y in zip(got, expected, strict=True))
+
+
+def _are_equal(x, y, equal_nan):
+    if x is None or y is None:
+        return x is y
+    return x.shape == y.shape and x.dtype == y.dtype and torch.allclose(x, y, 0, 0, equal_nan)
 
 
 def strided(x, layout):

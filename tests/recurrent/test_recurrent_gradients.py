@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import ostinato
+from comparisons import same_bits
 from recurrent_layers import (
     CELLS,
     OPTIONS,
@@ -191,8 +192,7 @@ def test_gradients_of_gradients_with_weights_given_other_data_before(cell, lengt
             weight.data = torch.full_like(weight, 7.0)
         (first,) = torch.autograd.grad(output.sin().sum(), x, create_graph=True)
         found.append([first, *torch.autograd.grad(first.square().sum(), layer.weight_ih_l0)])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+    assert same_bits(*found)
 
 
 def test_gradients_of_gradients_are_torchs():
@@ -230,8 +230,7 @@ def test_activation_checkpointing(reentrant):
         torch.manual_seed(1)
         call(x)[0].square().sum().backward()
         results.append([parameter.grad.clone() for parameter in layer.parameters()])
-    for ours, expected in zip(*results, strict=True):
-        assert torch.equal(ours, expected)
+    assert same_bits(*results)
 
 
 @pytest.mark.parametrize("scaler", [None, torch.GradScaler("cpu", init_scale=2.0**10)])

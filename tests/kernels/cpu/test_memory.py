@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from comparisons import assert_same
+from comparisons import same_bits
 from cpu_calls import everything
 from ostinato.kernels.cpu import memory
 
@@ -15,14 +15,14 @@ def test_large_results_reuse_memory_only_when_it_is_free(monkeypatch):
     expected = everything(0)
     kept = [everything(seed) for seed in (0, 1, 0)]
     addresses = {x.data_ptr() for x in kept[2] if x is not None}
-    assert_same(kept[0], expected)
-    assert_same(kept[2], expected)
+    assert same_bits(kept[0], expected)
+    assert same_bits(kept[2], expected)
     del kept[2]
     last = everything(0)
     if sys.platform == "linux":
         assert addresses & {x.data_ptr() for x in last if x is not None}
-    assert_same(last, expected)
-    assert_same(kept[0], expected)
+    assert same_bits(last, expected)
+    assert same_bits(kept[0], expected)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no memory is kept there")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from comparisons import assert_same
+from comparisons import same_bits
 from cpu_calls import everything
 from ostinato.kernels.cpu import threads as kernel_threads
 
@@ -28,7 +28,7 @@ def test_results_do_not_depend_on_the_number_of_threads(threads):
         expected = everything(0)
         for count in (2, 3, 7):
             torch.set_num_threads(count)
-            assert_same(everything(0), expected)
+            assert same_bits(everything(0), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -37,7 +37,7 @@ def test_many_threads_at_once(threads):
     expected = [everything(seed) for seed in range(4)]
     with ThreadPoolExecutor(8) as pool:
         for seed, got in enumerate(pool.map(everything, [0, 1, 2, 3] * 8)):
-            assert_same(got, expected[seed % 4])
+            assert same_bits(got, expected[seed % 4])
 
 
 FORK = """

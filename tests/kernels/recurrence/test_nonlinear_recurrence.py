@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ostinato
+from comparisons import same_bits
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence
@@ -129,8 +130,7 @@ def test_no_steps_leave_the_state_as_it_was(cell, backend):
     tensors = [x.requires_grad_() for x in (*initial, *arguments)]
     results = call(cell, tensors[: len(initial)], tensors[len(initial) :], backend=backend)
     assert results[0].shape == (2, 0, 3)
-    for last, first in zip(results[len(initial) :], initial, strict=True):
-        assert torch.equal(last, first)
+    assert same_bits(results[len(initial) :], initial)
     gradients = torch.autograd.grad(results[-1].sum(), tensors, materialize_grads=True)
     assert torch.equal(gradients[len(initial) - 1], torch.ones(2, 3, dtype=torch.float64))
 
@@ -184,8 +184,7 @@ def test_transforms_compilation_and_export(cell):
     leaves = [x.clone().requires_grad_() for x in tensors]
     want = torch.autograd.grad(loss(*leaves), leaves)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for g, w in zip(torch.autograd.grad(compiled(*leaves), leaves), want, strict=True):
-        assert torch.equal(g, w)
+    assert same_bits(torch.autograd.grad(compiled(*leaves), leaves), want)
     everything = tuple(range(len(tensors)))
     for g, w in zip(torch.func.grad(loss, everything)(*tensors), want, strict=True):
         assert (g - w).abs().max() < 1e-12
@@ -203,8 +202,7 @@ def test_transforms_compilation_and_export(cell):
         def forward(self, *tensors):
             return function(*tensors)
 
-    for y, w in zip(torch.export.export(Module(), tensors).module()(*tensors), function(*tensors), strict=True):
-        assert torch.equal(y, w)
+    assert same_bits(torch.export.export(Module(), tensors).module()(*tensors), function(*tensors))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -233,8 +231,7 @@ def test_sequences_side_by_side(cell, time_first, backend):
     for function in (of_parts, apart):
         y = function(*leaves)
         results.append([*y, *torch.autograd.grad(y, leaves, [x.cos() for x in y])])
-    for ours, right in zip(*results, strict=True):
-        assert torch.equal(ours, right)
+    assert same_bits(*results)
     if backend != "torch":
         assert results[0][-len(leaves) + len(initial)].stride() == together.stride()
 
@@ -250,8 +247,7 @@ def test_sequences_side_by_side(cell, time_first, backend):
     ):
         assert (ours - right).abs().max() <= 1e-11 * right.abs().max()
     samples = [torch.stack((x, x / 2)) for x in primals]
-    for ours, right in zip(torch.vmap(of_parts)(*samples), torch.vmap(apart)(*samples), strict=True):
-        assert torch.equal(ours, right)
+    assert same_bits(torch.vmap(of_parts)(*samples), torch.vmap(apart)(*samples))
     compiled = torch.compile(loss(of_parts), fullgraph=True, backend="aot_eager")
     compiled(*leaves).backward()
     for leaf, right in zip(leaves, torch.func.grad(loss(apart), everything)(*primals), strict=True):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comparisons import TOLERANCE, assert_close, assert_same, same_bits, strided
+from comparisons import TOLERANCE, assert_close, same_bits, strided
 from minimal_layers import layer, layer_backward
 from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES
 from ostinato.kernels.scan import Order, cpu, cpu_loops, cpu_narrow, reference
@@ -107,10 +107,10 @@ def test_packed_scan_equals_separate_scans(log, lengths, reverse, with_h0, seed)
             assert not with_h0 or torch.equal(grads[2][n], grad_last[n])
             continue
         want = forward(a[part], b[part], start, Order(reverse=reverse))
-        assert_same((h[part], h_last[n : n + 1]), want)
+        assert same_bits((h[part], h_last[n : n + 1]), want)
         inputs = backward_inputs(log, a[part], b[part], h[part])
         want_grads = backward(*inputs, start, grad_h[part], grad_last[n : n + 1], Order(reverse=reverse))
-        assert_same((grads[0][part], grads[1][part]), want_grads[:2])
+        assert same_bits((grads[0][part], grads[1][part]), want_grads[:2])
         assert not with_h0 or torch.equal(grads[2][n : n + 1], want_grads[2])
 
 
@@ -231,7 +231,7 @@ def test_split_log_scans_have_the_bits_of_others(
     monkeypatch.setattr(cpu, "WIDE", INF)
     wanted = results()
     assert not {*loops_called[2:]} & {*loops}
-    assert_same(got, wanted)
+    assert same_bits(got, wanted, equal_nan=True)
 
 
 @pytest.mark.parametrize("channels", [16, 24, 2064])
@@ -256,7 +256,7 @@ def test_streamed_results_are_the_same(always_parallel, monkeypatch, log, revers
         grad_h = torch.randn(shape).to(dtype)
         structures.clear()
         order = Order(cu_seqlens, None, reverse)
-        assert_same(results(0, order), results(INF, order))
+        assert same_bits(results(0, order), results(INF, order))
         line = channels % (8 if dtype == torch.float64 else 16) == 0
         assert [work.out_row != 0 for work in structures] == [line, False, False, False]
         assert [work.grad_a_row * work.grad_b_row != 0 for work in structures] == [False, line, False, False]
@@ -277,12 +277,12 @@ def test_nan_and_inf_stay_in_their_channel_and_future(always_parallel, log, bad)
     assert not h[1, 8:, 5].isfinite().any()
     grads = backward(*backward_inputs(log, a, b, clean[0]), h0, grad_bad, None, Order())
     h[1, 8:, 5], h_last[1, 5] = clean[0][1, 8:, 5], clean[1][1, 5]
-    assert_same((h, h_last), clean)
+    assert same_bits((h, h_last), clean)
     assert not grads[1][1, 8, 5].isfinite()
     for got, want in zip(grads[:2], clean_grads[:2], strict=True):
         got[1, :9, 5] = want[1, :9, 5]
     grads[2][1, 5] = clean_grads[2][1, 5]
-    assert_same(grads, clean_grads)
+    assert same_bits(grads, clean_grads)
 
 
 def packed_layout(lengths):
@@ -353,10 +353,10 @@ def test_packed_layer_equals_separate_layers(always_parallel, cell):
     for n, length in enumerate(lengths):
         rows, one = offsets[:length].long() + n, slice(n, n + 1)
         want = layer("cpu", pre[rows][None], bias, h0[:, one], None, cell, "tanh", True, 2)
-        assert_same((h[rows][None], h_last[:, one]), want)
+        assert same_bits((h[rows][None], h_last[:, one]), want)
         args = pre[rows][None], bias, h0[:, one], want[0], grad_h[rows][None], grad_last[:, one]
         want = layer_backward("cpu", *args, None, cell, "tanh", True, 2)
-        assert_same((grads[0][rows][None], grads[2][:, one]), (want[0], want[2]))
+        assert same_bits((grads[0][rows][None], grads[2][:, one]), (want[0], want[2]))
         grad_bias += want[1]
     assert_close(grads[1], grad_bias.float(), 1e-6)
 
