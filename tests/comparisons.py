@@ -1,17 +1,8 @@
-"""How results of the CPU's loops are compared, the layouts of their inputs, and other names."""
+"""How results are compared: up to rounding, and bit by bit."""
 
 import torch
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-
-# What classes derived from layers may call attributes of their own.
-_WORDS = """
-    arguments at_once buffer cache call cell check_shapes computes copied device dropout fast fits frozen gates hidden
-    inputs is_frozen is_list_of kernel kernels keep_pruned layer layers listed lengths mask masks mode other outputs
-    parameter path plan recorded reset reset_state run scan shapes single_steps size sizes stack stack_of state
-    state_size state_sizes states step steps suffixes time total unmasked_weights weight weights zero_state
-"""
-PRIVATE_NAMES = [f"_{word}" for word in _WORDS.split()]
 
 
 def assert_close(got, expected, tolerance=None):
@@ -37,16 +28,3 @@ def _are_equal(x, y, equal_nan):
     if x is None or y is None:
         return x is y
     return x.shape == y.shape and x.dtype == y.dtype and torch.allclose(x, y, 0, 0, equal_nan)
-
-
-def strided(x, layout):
-    """The same (B, T, D) values, otherwise in memory."""
-    if layout == "time-major":
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    if layout == "time-contiguous":
-        return x.mT.contiguous().mT
-    if layout == "channels apart":
-        return x.repeat_interleave(2, 2)[..., ::2]
-    if layout == "part of a row":
-        return torch.cat((x, x), 2)[..., x.shape[2] :]
-    return x

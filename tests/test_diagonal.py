@@ -7,7 +7,8 @@ import torch
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 import ostinato
-from comparisons import PRIVATE_NAMES, same_bits
+from comparisons import same_bits
+from private_names import PRIVATE_NAMES
 
 # Each is a step of a layer: from its parameters, an input (in,) and the state, to the output and the next state.
 

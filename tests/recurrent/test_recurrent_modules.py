@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 import ostinato
-from comparisons import PRIVATE_NAMES
 from ostinato.kernels.persistent import backends, cpu
 from ostinato.kernels.persistent.plan import no_kernel
+from private_names import PRIVATE_NAMES
 from recurrent_layers import (
     CELLS,
     assert_same,

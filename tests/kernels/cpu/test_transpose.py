@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from comparisons import strided
+from layouts import strided
 from ostinato.kernels.cpu.transpose import is_transposable, transposed
 
 

@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 
 import ostinato
-from comparisons import assert_close, same_bits, strided
+from comparisons import assert_close, same_bits
+from layouts import strided
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.matmul import convolution, gemm
 

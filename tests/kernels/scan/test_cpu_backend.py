@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comparisons import TOLERANCE, assert_close, same_bits, strided
+from comparisons import TOLERANCE, assert_close, same_bits
+from layouts import strided
 from minimal_layers import layer, layer_backward
 from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES
 from ostinato.kernels.scan import Order, cpu, cpu_loops, cpu_narrow, reference
