@@ -234,6 +234,17 @@ def test_a_name_of_the_reference_has_an_example_and_a_signature(path):
     assert first is None or first.kind is not first.VAR_POSITIONAL
 
 
+@pytest.mark.parametrize("path", reference())
+def test_arguments_that_a_name_of_the_reference_lists_are_those_that_it_takes(path):
+    thing = pkgutil.resolve_name(":".join(path.rsplit(".", 1)))
+    docstring = inspect.getdoc(thing)
+    assert not re.search("^Args(,.*)?: as", docstring, re.MULTILINE)  # another may take more
+    section = re.search(r"^Args:\n((?: +.*\n|\n)+)", docstring, re.MULTILINE)
+    if section is not None:
+        named = ", ".join(re.findall(r"^    (\w[\w, ]*):", section[1], re.MULTILINE)).split(", ")
+        assert sorted(named) == sorted(inspect.signature(thing).parameters)
+
+
 OPTIONAL = {"deployment.md": ("huggingface_hub", "onnxruntime", "onnxscript")}
 
 

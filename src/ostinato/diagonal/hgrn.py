@@ -30,7 +30,11 @@ class HGRN(DiagonalLayers[Tensor]):
     first layer.  The output is y, the state h.  The paper's state is complex and also rotated by a learned angle at
     each step, which later versions left out; its normalisation and output projection are not here.
 
-    Args, inputs and outputs: as :class:`ostinato.MinGRU`.
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
+        backend, device, dtype: as :class:`ostinato.MinGRU`.
+
+    Inputs and outputs: as :class:`ostinato.MinGRU`.
 
     Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), and ``bias_ih_l{k}``, rows c, f, g; ``gamma_l{k}``,
     (hidden_size,), the logits of the layer's share of the lower bounds.

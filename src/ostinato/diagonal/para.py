@@ -84,7 +84,11 @@ class ParaGRU(_ParaLayers[Tensor]):
 
         c_t = \tanh(a_c \odot (h_{t-1} \odot r_t) + B_c x_t + b_c), \quad h_t = (1 - z_t) \odot h_{t-1} + z_t \odot c_t
 
-    Args, inputs and outputs: as :class:`ostinato.MinGRU`.
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
+        backend, device, dtype: as :class:`ostinato.MinGRU`.
+
+    Inputs and outputs: as :class:`ostinato.MinGRU`.
 
     Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), ``weight_hh_l{k}``, (3 * hidden_size,), and ``bias_ih_l{k}``,
     rows z, r, c.
@@ -117,7 +121,11 @@ class ParaLSTM(_ParaLayers[tuple[Tensor, Tensor]]):
 
         o_t = \sigma(a_o \odot h_{t-1} + p_o \odot c_t + B_o x_t + b_o), \quad h_t = o_t \odot \tanh(c_t)
 
-    Args, inputs and outputs: as :class:`ostinato.MinGRU`, but that ``hx`` and ``h_n`` are pairs of h and c, as those of
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
+        backend, device, dtype: as :class:`ostinato.MinGRU`.
+
+    Inputs and outputs: as :class:`ostinato.MinGRU`, but that ``hx`` and ``h_n`` are pairs of h and c, as those of
     ``torch.nn.LSTM``.
 
     Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), ``weight_hh_l{k}``, (3 * hidden_size,), and ``bias_ih_l{k}``,

@@ -25,7 +25,11 @@ class QRNN(DiagonalLayers[Tensor]):
     The filters are of width 1.  For wider ones put a causal convolution in front; its last inputs would be a state of
     their own.  The output is h, the state c.
 
-    Args, inputs and outputs: as :class:`ostinato.MinGRU`.
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
+        backend, device, dtype: as :class:`ostinato.MinGRU`.
+
+    Inputs and outputs: as :class:`ostinato.MinGRU`.
 
     Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), and ``bias_ih_l{k}``, rows z, f, o.
 

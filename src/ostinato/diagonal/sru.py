@@ -37,7 +37,11 @@ class SRU(DiagonalLayers[Tensor]):
     ``hidden_size`` channels, a linear projection of x replaces the last x.  The output is h, the
     state c.
 
-    Args, inputs and outputs: as :class:`ostinato.MinGRU`.
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
+        backend, device, dtype: as :class:`ostinato.MinGRU`.
+
+    Inputs and outputs: as :class:`ostinato.MinGRU`.
 
     Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), rows of W, f and r, and after them those of the highway's
     input where it has any; ``weight_hh_l{k}``, (2 * hidden_size,), and ``bias_ih_l{k}``, those of f and r.

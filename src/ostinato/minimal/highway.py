@@ -21,7 +21,11 @@ class HighwayMinGRU(DiagonalLayers[Tensor]):
     is not ``hidden_size``, a linear projection of x replaces the last x.  The output is y, the state h.  PufferLib's
     layers have no bias.
 
-    Args, inputs and outputs: as :class:`MinGRU`, but for ``candidate``.
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
+        backend, device, dtype: as :class:`MinGRU`.
+
+    Inputs and outputs: as :class:`MinGRU`.
 
     Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), and ``bias_ih_l{k}``, rows z, h, r, followed by those of the
     projection of x if there is one.
