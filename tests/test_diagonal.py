@@ -392,7 +392,7 @@ def test_autocast_of_gates_whatever_their_blocks(blocks):
 
 @pytest.mark.parametrize("name", DIAGONAL)
 def test_compile_and_export(name):
-    torch._dynamo.reset()  # which counts the layers' common forward as one function
+    torch.compiler.reset()  # which counts the layers' common forward as one function
     module, _ = make(name, 8, 12)
     x = torch.randn(6, 2, 8, dtype=torch.float64)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -284,7 +284,7 @@ def test_autocast_and_compile(cell):
         half, h_n = module(x)
     assert half.dtype == h_n.dtype == torch.bfloat16
     assert (half.float() - want).abs().max() / want.abs().max() < 2e-2
-    torch._dynamo.reset()  # which counts the layers' common forward as one function
+    torch.compiler.reset()  # which counts the layers' common forward as one function
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x)[0], want)
     sizes = {0: torch.export.Dim("time"), 1: torch.export.Dim("batch")}
@@ -303,7 +303,7 @@ def test_compiled_steps_and_their_gradients(cell):
     def steps(x, h):
         return torch.cat((module(x, h), layer.step(x, h[None])[0]))
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     got, want = torch.compile(steps, fullgraph=True, backend="aot_eager")(x, h), steps(x, h)
     assert torch.allclose(got, want, rtol=1e-13, atol=1e-14)
     weights = module.weight_ih, layer.weight_ih_l0

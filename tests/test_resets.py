@@ -210,7 +210,7 @@ def test_compiled_and_exported():
     x, resets = torch.randn(6, 3, 5, dtype=torch.float64), random_resets((6, 6, 6))
     expected = layer(x, resets=resets)
     program = torch.export.export(layer, (x,), {"resets": resets})
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with torch._dynamo.config.patch(allow_rnn=True):
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         for call in (program.module(), compiled):

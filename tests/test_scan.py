@@ -460,7 +460,7 @@ def test_second_derivatives_of_what_is_not_eager(scan, mode):
 @pytest.mark.parametrize("mode", ["dual", "jvp", "jacfwd", "jvp of vmap", "vmap of jvp", "compiled jvp"])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_forward_mode_derivatives(name, mode):
-    torch._dynamo.reset()  # what another test compiled may hide that tangents are lost
+    torch.compiler.reset()  # what another test compiled may hide that tangents are lost
     torch.manual_seed(0)
     layer = ostinato.MinGRU(3, 4).double()
 

@@ -27,6 +27,6 @@ def kernels(request, monkeypatch):
 @pytest.fixture
 def fresh_compiler():
     """PyTorch's gives up on code that it has compiled too often, by whatever test."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()

@@ -31,7 +31,7 @@ def test_launches_of_many_shapes_and_streams_share_nothing():
 
 @pytest.mark.gpu
 def test_graphs_of_the_compiler_hold_no_workspace(monkeypatch):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     monkeypatch.setattr(workspace, "_workspaces", {})
     torch.manual_seed(0)
     a, b = torch.rand(1, 300000, 1, device="cuda"), torch.randn(1, 300000, 1, device="cuda")

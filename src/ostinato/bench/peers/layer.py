@@ -58,7 +58,7 @@ def min_rnn_pytorch(work: Layer, data: tuple[Tensor, ...], compiled: bool = Fals
     with torch.no_grad():
         weight.copy_(torch.cat((candidate, *gates)))
     if compiled:
-        torch._dynamo.reset()  # beyond a few shapes the compiler would silently fall back to eager mode
+        torch.compiler.reset()  # beyond a few shapes the compiler would silently fall back to eager mode
         module = torch.compile(module)
 
     def call() -> Tensor:

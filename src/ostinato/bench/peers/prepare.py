@@ -26,7 +26,7 @@ def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def compile_anew(function: Callable) -> Callable:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch._functorch.config.donated_buffer = False  # the backward pass is timed many times over one graph
     return torch.compile(function)
 
