@@ -99,6 +99,8 @@ class StackedLayers(FreesGraphs, Generic[State]):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.reset_parameters()
 
+    __init__.__qualname__ = "__init__"  # in Python's errors, in place of a class that no user wrote
+
     def _shapes_by_name(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all parameters."""
         shapes = {}
@@ -182,7 +184,7 @@ class StackedLayers(FreesGraphs, Generic[State]):
         output, h_n = self._run_layers(x, hx, None, resets, self.batch_first) if found is None else found
         return (output, h_n) if batched else (output.squeeze(batch_dim), each(lambda state: state.squeeze(1), h_n))
 
-    forward.__qualname__ = "forward"  # in Python's errors, in place of a class that no user wrote
+    forward.__qualname__ = "forward"
 
     def _runs_as_step(self, input: Any) -> bool:
         """Whether the subclass runs this sequence, of one step, faster by :meth:`step`."""

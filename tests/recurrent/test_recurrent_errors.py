@@ -179,6 +179,14 @@ def test_an_unknown_argument_is_of_no_private_class(kind, name):
         getattr(kind(8, 8), name)(torch.randn(2, 8), lengths=None)
 
 
+@pytest.mark.parametrize("name", ["GRU", "HGRN", "RGLRU", "MinGRU", "MinGRUCell"])
+def test_an_unknown_argument_of_a_constructor_is_of_no_private_class(name):
+    with pytest.raises(TypeError, match=rf"^({name}\.)?__init__\(\) got an unexpected keyword argument 'lengths'"):
+        getattr(ostinato, name)(8, 8, lengths=None)
+    with pytest.raises(TypeError, match=r"^forward\(\) got an unexpected keyword argument 'lengths'"):
+        getattr(ostinato, name)(8, 8)(torch.randn(2, 8), lengths=None)
+
+
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 1], [3, 2, 2], [2, 0, 3]])
 def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
     packed = PackedSequence(torch.randn(5, 7), torch.tensor(sizes))

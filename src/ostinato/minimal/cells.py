@@ -63,6 +63,8 @@ class _MinimalCell(nn.Module):
         self.bias_ih = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
+    __init__.__qualname__ = "__init__"  # in Python's errors, in place of a class that no user wrote
+
     def reset_parameters(self) -> None:
         """Draw the weight and bias from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size)), as ``torch.nn.GRUCell`` does."""
         draw_parameters(self, self.hidden_size)
@@ -93,6 +95,8 @@ class _MinimalCell(nn.Module):
         recurrence = recurrence_of(self.cell, self.candidate, self.bias)
         _, h = layer_scan(pre, bias, h0, None, None, recurrence, True, 1, self.backend)
         return h.view(*input.shape[:-1], self.hidden_size)
+
+    forward.__qualname__ = "forward"
 
 
 class MinGRUCell(_MinimalCell):

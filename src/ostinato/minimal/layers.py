@@ -50,6 +50,8 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
         super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
 
+    __init__.__qualname__ = "__init__"  # in Python's errors, in place of a class that no user wrote
+
     def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         rows = GATES[self.cell] * self.hidden_size
         return {"weight_ih": (rows, width), "bias_ih": (rows,)}
