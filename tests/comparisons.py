@@ -18,6 +18,12 @@ def assert_close(got, expected, tolerance=None):
     assert error.numel() == 0 or error.max() <= (tolerance or TOLERANCE[got.dtype])
 
 
+def assert_all_close(got, expected, tolerance=None):
+    """As many results, each close to what is expected."""
+    for x, y in zip(got, expected, strict=True):
+        assert_close(x, y, tolerance)
+
+
 def same_bits(got, expected, equal_nan=False):
     """Whether there are as many results, each None in both, or of equal shapes, dtypes and numbers."""
     got, expected = [*got], [*expected]

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 import ostinato
-from comparisons import same_bits
+from comparisons import assert_all_close, same_bits
 from private_names import PRIVATE_NAMES
 
 # Each is a step of a layer: from its parameters, an input (in,) and the state, to the output and the next state.
@@ -171,10 +171,8 @@ def by_hand(name, module, x, hx, resets=None):
     return x, tuple(torch.stack(s) for s in zip(*finals, strict=True))
 
 
-def assert_close(got, want, limit=1e-12):
-    for g, w in zip(as_tuple(got), as_tuple(want), strict=True):
-        assert g.shape == w.shape
-        assert (g - w).abs().max() <= limit * max(1.0, w.abs().max())
+def assert_close(got, want, tolerance=None):
+    assert_all_close(as_tuple(got), as_tuple(want), tolerance)
 
 
 @pytest.mark.parametrize("sizes", [(4, 6, 2), (6, 6, 3)], ids=str)

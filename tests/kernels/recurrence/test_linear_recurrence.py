@@ -11,6 +11,7 @@ from ostinato.diagonal import rg_lru as griffin
 from ostinato.kernels.recurrence.linear.element import print_element
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
 from ostinato.kernels.recurrence.symbolic.tracer import trace
+from scan_kernels import relative_error
 
 BACKENDS = ("reference", "torch", "cpu")
 ON_DEVICES = (*BACKENDS, pytest.param("cuda", marks=pytest.mark.gpu))
@@ -74,10 +75,6 @@ def loop(function, arguments, h0, bounds, resets, reverse):
             h = torch.cat((h[:, :first], steps, h[:, end:]), 1)
         last.append(state)
     return h, torch.cat(last)
-
-
-def relative_error(got, want):
-    return ((got.double().cpu() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-2)).item()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

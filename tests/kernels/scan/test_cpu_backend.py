@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comparisons import TOLERANCE, assert_close, same_bits
+from comparisons import TOLERANCE, assert_all_close, assert_close, same_bits
 from layouts import strided
 from minimal_layers import layer, layer_backward
 from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES
@@ -329,15 +329,13 @@ def test_layer_and_gradients_equal_the_reference(
     settings_ = offsets, cell, candidate, layout == "batch-major", directions
     expected = layer("reference", pre, bias, h0, *settings_)
     got = layer("cpu", pre, bias, h0, *settings_)
-    for x, y in zip(got, expected, strict=True):
-        assert_close(x, y)
+    assert_all_close(got, expected)
 
     grad_h = torch.randn_like(expected[0]) if through != "h_last" else None
     grad_last = torch.randn_like(expected[1]) if through != "h" else None
     grads = layer_backward("cpu", pre, bias, h0, expected[0], grad_h, grad_last, *settings_)
     expected_grads = layer_backward("reference", pre, bias, h0, expected[0], grad_h, grad_last, *settings_)
-    for x, y in zip(grads, expected_grads, strict=True):
-        assert_close(x, y, 10 * TOLERANCE[dtype])
+    assert_all_close(grads, expected_grads, 10 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("cell", CELLS)
