@@ -196,19 +196,48 @@ def test_links_outside_of_the_site_lead_somewhere(name):
 def listed(path):
     """What the table of a package's docstring lists, without the endings of modules and folders."""
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-    return {name.rstrip("/").removesuffix(".py") for name in re.findall(r"^``([\w./]+)``  ", docstring, re.MULTILINE)}
+    return [name.rstrip("/").removesuffix(".py") for name in re.findall(r"^``([\w./]+)``  ", docstring, re.MULTILINE)]
 
 
-PACKAGES = [path for folder in ("src", "benchmarks") for path in sorted((ROOT / folder).rglob("__init__.py"))]
-BACKENDS = ROOT / "src/ostinato/kernels/scan/__init__.py"  # which is what its table lists, not files
+SOURCE = ROOT / "src" / "ostinato"
+PACKAGES = [path for folder in (SOURCE, ROOT / "benchmarks") for path in sorted(folder.rglob("__init__.py"))]
+BACKENDS = SOURCE / "kernels" / "scan" / "__init__.py"  # which is what its table lists, not files
 
 
 @pytest.mark.parametrize("path", [path for path in PACKAGES if listed(path) and path != BACKENDS], ids=name_of)
 def test_a_package_lists_the_files_that_it_has(path):
     files = [file for file in path.parent.iterdir() if file.suffix == ".py" or (file / "__init__.py").exists()]
-    modules = {file.stem for file in files} - {"__init__"}
-    assert modules <= listed(path)
-    assert not [name for name in listed(path) - modules if not (path.parent / name).exists()]
+    modules, names = {file.stem for file in files} - {"__init__"}, {*listed(path)}
+    assert modules <= names
+    assert not [name for name in names - modules if not (path.parent / name).exists()]
+
+
+def imported(path):
+    """The modules of this library that a module imports from anywhere in it, each as its parts: ("scan", "cpu")."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "ostinato":
+            for name in node.names:
+                yield (*node.module.split("."), name.name)[1:]
+
+
+@pytest.mark.parametrize("package", [("kernels",), ("kernels", "persistent")], ids="/".join)
+def test_modules_import_from_those_listed_above_them_alone(package):
+    folder, above = SOURCE.joinpath(*package), []
+    for name in listed(folder / "__init__.py"):
+        above.append(name)
+        for file in [*(folder / name).rglob("*.py"), *folder.glob(f"{name}.py")]:
+            own = [parts for parts in imported(file) if parts[0] != "files"]
+            assert {parts[0] for parts in own} <= {"kernels"}, file
+            depth = len(package)
+            assert {parts[depth] for parts in own if parts[:depth] == package} <= {*above}, file
+
+
+def test_imports_point_from_the_command_line_down():
+    order = ["training", "bench", "cli"]  # all else is below
+    for file in SOURCE.rglob("*.py"):
+        place = file.relative_to(SOURCE).parts[0]
+        above = {"__main__.py": [], **{name: order[i + 1 :] for i, name in enumerate(order)}}.get(place, order)
+        assert not [parts for parts in imported(file) if parts[0] in above], file
 
 
 WITH_CODE = [path for path in PAGES if python_of(path).strip()]
