@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ostinato
+from ostinato import diagonal
 from ostinato.bench.measure import Record
 from ostinato.cuda_graphs.capture import capture
 from ostinato.states import each
@@ -85,10 +86,7 @@ PEERS: dict[str, tuple[Any, Any, Any]] = {
     "GRU": (ostinato.GRU, nn.GRU, nn.GRUCell),
     "LSTM": (ostinato.LSTM, nn.LSTM, nn.LSTMCell),
 }
-DIAGONAL: tuple[type[Any], ...] = (
-    *(ostinato.MinGRU, ostinato.RGLRU, ostinato.HGRN, ostinato.LRU, ostinato.QRNN, ostinato.SRU, ostinato.IndRNN),
-    *(ostinato.ParaGRU, ostinato.ParaLSTM),
-)
+DIAGONAL: tuple[type[Any], ...] = (ostinato.MinGRU, *(getattr(diagonal, name) for name in diagonal.__all__))
 
 
 def _steps(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
