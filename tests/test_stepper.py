@@ -17,13 +17,10 @@ from torch import nn
 
 import ostinato
 from ostinato.models import LanguageModel
+from ostinato.states import states_of
 
 LAYERS = ("RNN", "GRU", "LSTM", "MinGRU", "MinLSTM")
 F32, F64 = torch.float32, torch.float64
-
-
-def flat(state):
-    return list(state) if isinstance(state, tuple) else [state]
 
 
 def modules():
@@ -42,7 +39,7 @@ def test_a_step_under_autocast_is_followed_by_one_outside(name):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y, state = layer.step(x[0], layer.initial_state(3))
             assert torch.equal(stepper(x[0]), y)
-        assert {kept.dtype for kept in flat(stepper.state)} == {F32}
+        assert {kept.dtype for kept in states_of(stepper.state)} == {F32}
         state = tuple(own.float() for own in state) if name == "LSTM" else state.float()
         torch.testing.assert_close(stepper(x[1]), layer.step(x[1], state)[0], rtol=0, atol=0)
 

@@ -10,13 +10,10 @@ from ostinato.kernels.cpu import threads
 from ostinato.kernels.persistent.cpu import step as cpu_step
 from ostinato.recurrent.cells import by_cells
 from ostinato.recurrent.weights import weights_of
+from ostinato.states import states_of
 
 LAYERS = ("RNN", "GRU", "LSTM", "MinGRU", "MinLSTM")
 F64 = torch.float64
-
-
-def flat(state):
-    return list(state) if isinstance(state, tuple) else [state]
 
 
 @pytest.mark.parametrize("batch", [None, 1, 3, 20])
@@ -33,12 +30,12 @@ def test_steps_equal_the_whole(name, batch):
             state = None
             with torch.set_grad_enabled(grad):
                 for x_t, expected in zip(x, whole, strict=True):
-                    before = None if state is None else [y.clone() for y in flat(state)]
+                    before = None if state is None else [y.clone() for y in states_of(state)]
                     y, new = layer.step(x_t, state)
-                    assert before is None or same_bits(before, flat(state))
+                    assert before is None or same_bits(before, states_of(state))
                     state = new
                     torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
-            for ours, right in zip(flat(state), flat(last), strict=True):
+            for ours, right in zip(states_of(state), states_of(last), strict=True):
                 torch.testing.assert_close(ours, right, rtol=0, atol=1e-12)
             assert y.requires_grad == grad
 
@@ -59,11 +56,11 @@ def test_one_loop_for_a_step(cell, hidden, inputs, batch, monkeypatch):
             monkeypatch.setattr(threads, "PARALLEL", parallel)
             cpu_step._make.cache_clear()
             y, after = layer._fast_step(x, state, x.dim())
-            results.append([y, *flat(after)])
+            results.append([y, *states_of(after)])
         wide = tuple(s.double() for s in state) if cell == "LSTM" else state.double()
         right, last = exact(x.double()[None], wide)
     cpu_step._make.cache_clear()
-    for one, two, expected in zip(*results, [right[0], *flat(last)], strict=True):
+    for one, two, expected in zip(*results, [right[0], *states_of(last)], strict=True):
         assert torch.equal(one, two)
         torch.testing.assert_close(one.double(), expected, rtol=0, atol=1e-6)
 
@@ -120,5 +117,5 @@ def test_steps_by_cells(cell):
         y, new = by_cells(layer.mode, 2, (3, 16), (2, 3, 16))(x, state, weights_of(layer))
     ours = y, tuple(new)
     right = layer.step(x, tuple(state) if cell == "LSTM" else state[0])
-    for one, other in zip([*flat(ours[1]), ours[0]], [*flat(right[1]), right[0]], strict=True):
+    for one, other in zip([*states_of(ours[1]), ours[0]], [*states_of(right[1]), right[0]], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
