@@ -28,10 +28,9 @@ gpu-test: $(READY)
 	$(PYTHON) -m pytest -m gpu
 
 # Without torch's memory pool, so that every tensor has bounds of its own.  A process takes several parts, as starting one
-# under a tool takes longer than most of them.  Racecheck takes what blocks of a cluster hand each other for races: words
-# that carry the number of their step, or its last bit, and what a warp's lanes wrote before one of them arrived at an
-# mbarrier.  So it does with what warps read of two groups in turn before they arrive at a named barrier where others
-# wait to write.
+# under a tool takes longer than most of them.  Racecheck skips kernels whose order it does not see, and which it would
+# take for races: by words that carry the number of their step, or its last bit, between blocks of a cluster; by an
+# mbarrier at which one lane arrives for its warp; by a named barrier at which some warps wait for others' reads.
 sanitize: $(READY)
 	for tool in memcheck racecheck initcheck synccheck; do \
 		skip=none; test $$tool != racecheck || skip='clusters\|ping-pong\|wide'; \
