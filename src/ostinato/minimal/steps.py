@@ -30,7 +30,7 @@ def next_state(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tenso
     The state before is (B, H) or (1, B, H), as is the result.
     """
     tensors = [y for y in (x, weight, bias, h) if y is not None]
-    if is_eager(tensors) and not is_differentiated(tensors) and is_plain_step(GATES[cell], x, weight, bias, h):
+    if is_eager(tensors) and not is_differentiated(tensors) and _is_plain_step(GATES[cell], x, weight, bias, h):
         return _kernel_of(cell, candidate, x, weight)(x, weight, bias, h)
     a, b = RECURRENCES[cell][candidate].function(*F.linear(x, weight, bias).chunk(GATES[cell], -1))
     return b if h is None else torch.addcmul(b, a, h)
@@ -64,7 +64,7 @@ class StepCache:
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         cell, candidate, _ = settings
-        if not is_plain_step(GATES[cell], x, weight, bias, h):
+        if not _is_plain_step(GATES[cell], x, weight, bias, h):
             return
         self._steps.add(lambda: _kernel_of(cell, candidate, x, weight), *_like_step(x, weight, bias, h), *settings)
 
@@ -75,7 +75,7 @@ def _like_step(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None)
     return given if bias is None else (*given, bias), h is None
 
 
-def is_plain_step(gates: int, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> bool:
+def _is_plain_step(gates: int, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> bool:
     """Whether shapes, dtypes, devices and layout suit the kernel; all else, errors included, is left to PyTorch."""
     rows = weight.shape[0]
     return (

@@ -53,14 +53,14 @@ LOG = Semiring(
 )
 
 
-def chunked_scan(
+def _chunked_scan(
     ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool = False, resets: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The scan of (B, T, D) over the semiring, from h0: (B, D); returns h and the last state."""
     if resets is not None:
         a, ring = a.masked_fill(resets[..., None], ring.zero), _forgetting(ring)
     if reverse:
-        h, h_last = chunked_scan(ring, a.flip(1), b.flip(1), h0)
+        h, h_last = _chunked_scan(ring, a.flip(1), b.flip(1), h0)
         return h.flip(1), h_last
     batch, length, width = a.shape
     if length <= CHUNK:
@@ -73,7 +73,7 @@ def chunked_scan(
     for t in range(1, CHUNK):
         products.append(ring.times(A[:, :, t], products[-1]))
         states.append(ring.times_plus(A[:, :, t], states[-1], B[:, :, t]))
-    after, h_last = chunked_scan(ring, products[-1], states[-1], h0)
+    after, h_last = _chunked_scan(ring, products[-1], states[-1], h0)
     before = torch.cat((h0[:, None], after[:, :-1]), 1)
     h = ring.times_plus(torch.stack(products, 2), before[:, :, None], torch.stack(states, 2))
     return h.view(batch, chunks * CHUNK, width)[:, :length], h_last
@@ -129,7 +129,7 @@ class TorchBackend:
 
     def linear_scan(self, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
         h, h_last = self._run(LINEAR, a, b, h0, order)
-        return owned(h, b.dtype), owned(h_last, b.dtype)
+        return _owned(h, b.dtype), _owned(h_last, b.dtype)
 
     def linear_scan_backward(
         self, a: Tensor, h: Tensor, h0: Tensor | None, grad_h: Tensor | None, grad_h_last: Tensor | None, order: Order
@@ -138,7 +138,7 @@ class TorchBackend:
 
     def log_linear_scan(self, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
         h, h_last = self._run(LOG, a, b, h0, order)
-        return owned(h, b.dtype), owned(h_last, b.dtype)
+        return _owned(h, b.dtype), _owned(h_last, b.dtype)
 
     def log_linear_scan_backward(
         self,
@@ -170,7 +170,7 @@ class TorchBackend:
 
         tensors = wide(a), wide(b), wide(h), wide(h0), wide(grad_h), wide(grad_h_last)
         *grads, grad_h0 = gradients_of_scan(ring, functools.partial(self._run, LINEAR), *tensors, order)
-        return owned(grads[0], a.dtype), owned(grads[1], a.dtype), None if h0 is None else owned(grad_h0, h0.dtype)
+        return _owned(grads[0], a.dtype), _owned(grads[1], a.dtype), None if h0 is None else _owned(grad_h0, h0.dtype)
 
 
 class Packing(NamedTuple):
@@ -252,7 +252,7 @@ def zeroed(x: Tensor, resets: Tensor | None, zero: float = 0.0) -> Tensor:
     return x if resets is None else x.masked_fill(resets[..., None], zero)
 
 
-def owned(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _owned(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A contiguous tensor of `dtype` that shares no memory with the inputs or another output."""
     return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
@@ -292,6 +292,6 @@ def _double(x: Tensor) -> torch.dtype:
     return torch.complex128 if x.is_complex() else torch.float64
 
 
-CHUNKED = TorchBackend(chunked_scan, _for_products)
+CHUNKED = TorchBackend(_chunked_scan, _for_products)
 LOOPED = TorchBackend(_looped, at_least_float32)  # one node of a graph, whatever the number of steps
 REFERENCE = TorchBackend(_sequential, _double)

@@ -10,7 +10,7 @@ from ostinato.kernels.recurrence.arguments import LayerArguments, first_sequence
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan import Order, choose_backend, operators
-from ostinato.kernels.scan.torch_ops import LINEAR, Packing, TorchBackend
+from ostinato.kernels.scan.torch_ops import LINEAR, Packing, TorchBackend, at_least_float32
 
 
 class Coefficients(torch.autograd.Function):
@@ -68,9 +68,7 @@ def _in_a_loop(a: Tensor, b: Tensor, h0: Tensor | None, *options: Any) -> tuple[
 
 def _dtype(x: Tensor, backend: str) -> torch.dtype:
     kernels = choose_backend(backend, x.device.type)
-    if isinstance(kernels, TorchBackend):
-        return kernels.compute_dtype(x)
-    return torch.promote_types(x.dtype, torch.float32)
+    return kernels.compute_dtype(x) if isinstance(kernels, TorchBackend) else at_least_float32(x)
 
 
 def scan(

@@ -98,8 +98,8 @@ def _kernel(dtype: torch.dtype, vector: int, lanes: int, device: int) -> nvrtc.K
 @functools.cache
 def _passing_kernel(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
     code = nvrtc.source("cuda/numeric.cuh", "scan/cuda/pass_on.cu")
-    return nvrtc.load_kernel("pass_on", code, passing_macros(dtype), device)
+    return nvrtc.load_kernel("pass_on", code, _passing_macros(dtype), device)
 
 
-def passing_macros(dtype: torch.dtype) -> Macros:
+def _passing_macros(dtype: torch.dtype) -> Macros:
     return (("SCALAR", SCALARS[dtype]), ("VEC", 1), ("THREADS", PASSING))

@@ -5,7 +5,7 @@ import torch
 from ostinato.kernels.persistent.plan import GATES, Call
 
 
-def most_units_of_small(cell: str, backward: bool) -> int:
+def _most_units_of_small(cell: str, backward: bool) -> int:
     """Units up to which PyTorch takes cuDNN's kernels for small layers, of sequences that are not packed."""
     if GATES[cell] == 1:
         return 256 if backward else 384
@@ -14,7 +14,7 @@ def most_units_of_small(cell: str, backward: bool) -> int:
 
 def is_one_launch(call: Call) -> bool:
     """Whether PyTorch takes cuDNN's kernels for small layers: all steps of all directions and layers in one launch."""
-    is_small = call.hidden_size <= most_units_of_small(call.cell, call.training)
+    is_small = call.hidden_size <= _most_units_of_small(call.cell, call.training)
     return is_small and not call.packed and call.dtype in (torch.float32, torch.float16)
 
 
@@ -24,7 +24,7 @@ def uses_tf32(cell: str, hidden_size: int, batch: int, backward: bool) -> bool:
     Beyond small layers cuDNN keeps the states of some batches exact, of RNNs up to 512 units.  That matters to relu,
     whose gradients pass or not by the sign of a sum.
     """
-    exact = 512 if cell == "rnn_relu" and not backward else most_units_of_small(cell, backward)
+    exact = 512 if cell == "rnn_relu" and not backward else _most_units_of_small(cell, backward)
     return batch > 1 and hidden_size > exact
 
 
@@ -37,5 +37,5 @@ def errs(cell: str, hidden_size: int, batch: int, dtype: torch.dtype, both: bool
     if dtype.itemsize != 2 or batch % 8 or hidden_size % 8:
         return False
     if GATES[cell] == 1:
-        return both and hidden_size % 32 == 0 and hidden_size <= most_units_of_small(cell, backward=True)
-    return hidden_size % 32 > 0 and 32 < hidden_size <= most_units_of_small(cell, backward=False)
+        return both and hidden_size % 32 == 0 and hidden_size <= _most_units_of_small(cell, backward=True)
+    return hidden_size % 32 > 0 and 32 < hidden_size <= _most_units_of_small(cell, backward=False)
