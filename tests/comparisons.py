@@ -15,7 +15,7 @@ def assert_close(got, expected, tolerance=None):
     # Inputs are of order 1: a lone result near 0 is what their cancellation left, and no scale for its own error.
     scale = expected.double().abs().amax().clamp(min=0.1) if expected.numel() else 1.0
     error = (got.double() - expected.double()).abs() / scale
-    assert error.numel() == 0 or error.max() <= (tolerance or TOLERANCE[got.dtype])
+    assert error.numel() == 0 or error.max() <= (TOLERANCE[got.dtype] if tolerance is None else tolerance)
 
 
 def assert_all_close(got, expected, tolerance=None):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ostinato
-from comparisons import same_bits
+from comparisons import assert_all_close, assert_close, same_bits
 from ostinato.kernels.cpu import threads as kernel_threads
 from ostinato.kernels.cpu.intrinsics import NUMPY_DTYPES
 from ostinato.kernels.persistent import backends, cpu, reference
@@ -44,14 +44,6 @@ LAYERS = [
     ("lstm", F64, (16, 1), 0.2, 10, 32),
     ("lstm", F64, (1, 1), 0.05, 8, 35),
 ]
-
-
-def close(got, expected, tolerance):
-    assert (got is None) == (expected is None)
-    if got is not None:
-        scale = expected.abs().amax().clamp(min=0.1)
-        assert got.shape == expected.shape
-        assert (got.double() - expected).abs().amax() <= tolerance * scale
 
 
 def random_layer(cell, block, density, batch, hidden, steps, packed, diagonal=False, resets=False, reverse=False):
@@ -114,8 +106,8 @@ def test_layers_equal_the_loop_over_time(cell, dtype, block, density, batch, hid
         if not some:
             layer, grads = layer._replace(h0=None, c0=None), [None, grads[1], None]
         expected = run(layer, projected, grads, DENSE, kernels=reference)
-        for got, want in zip(run(layer, projected, grads, plan_of(block), dtype), expected, strict=True):
-            close(got, want, TOLERANCE[dtype])
+        found = run(layer, projected, grads, plan_of(block), dtype)
+        assert_all_close(found, to(dtype, expected), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
@@ -153,8 +145,7 @@ def test_tiles_fit_the_sequences_of_a_thread(monkeypatch, cell, of_nine):
         grads = [torch.randn(len(projected), 80, dtype=F64), *torch.randn(2, batch, 80, dtype=F64)]
         tiles.append(passes._share(layer.weight_hh, batch, 4, DENSE).tile)
         expected = run(layer, projected, grads, DENSE, kernels=reference)
-        for got, want in zip(run(layer, projected, grads, DENSE, F32), expected, strict=True):
-            close(got, want, TOLERANCE[F32])
+        assert_all_close(run(layer, projected, grads, DENSE, F32), to(F32, expected), TOLERANCE[F32])
     assert tiles == [1, 2, 3, 4, 5, 6, 8, of_nine, 6, 8]
 
 
@@ -252,7 +243,7 @@ def test_weights_and_masks_are_those_of_the_call(monkeypatch, block):
             other = torch.nn.GRU(5, 32, dtype=F64)
             other.load_state_dict({k: v for k, v in layer.state_dict().items() if "mask" not in k})
             other.weight_hh_l0 *= layer.mask_hh_l0
-            close(got, other(x)[0], 1e-12)
+            assert_close(got, other(x)[0], 1e-12)
             assert (got - before).abs().max() > 1e-6
     backends._plan_dense.cache_clear()
 
