@@ -26,7 +26,8 @@ __all__ = ["CUDA_AVAILABLE", "MinGRUCell", "MinGRUCellCUDA", "MinLSTMCell", "Min
 CUDA_AVAILABLE: bool
 
 Array = NDArray[Any]
-_own_dtype = torch._C._DisableAutocast  # around what computes: an autocast of the caller's would change the dtype
+# Around what computes: an autocast of the caller's would change the dtype.  torch.autocast takes several times as long.
+_own_dtype = torch._C._DisableAutocast
 
 
 def __getattr__(name: str) -> Any:

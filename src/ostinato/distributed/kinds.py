@@ -49,9 +49,8 @@ class _Given(Steps):
         return cast(tuple[Tensor, Tensor], self.inputs)
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(self.dtype, torch.float32)
         a, b = self.given
-        return a.to(wide), b.to(wide)
+        return a.to(self.wide), b.to(self.wide)
 
 
 class LinearScan(_Given, Linear):
@@ -145,9 +144,8 @@ class Minimal(Linear):
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         pre, bias = self.given
-        wide = torch.promote_types(self.dtype, torch.float32)
-        total = self.by_batch(pre).to(wide)
-        total = total if bias is None else total + bias.to(wide)
+        total = self.by_batch(pre).to(self.wide)
+        total = total if bias is None else total + bias.to(self.wide)
         return self.function(*total.chunk(total.shape[-1] // self.channels, -1))
 
 
@@ -180,8 +178,7 @@ class General(Linear):
         return tuple(linear_recurrence_backward(self.traced, *others, *self.given))
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(self.dtype, torch.float32)
-        own = [x.to(wide) for x in self.given]
+        own = [x.to(self.wide) for x in self.given]
         shape = max((x.shape for x in own), key=len)
         a, b = self.function(*own)
         return a.expand(shape), b.expand(shape)

@@ -47,7 +47,7 @@ class Steps(ABC):
 
     @abstractmethod
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        """a and b in float32 or wider, so that P and L are not rounded to 16 bits."""
+        """a and b, in the dtype :attr:`wide`."""
 
     @abstractmethod
     def scan(
@@ -120,6 +120,11 @@ class Steps(ABC):
             return values.abs().amax().item() < torch.finfo(values.dtype).tiny
 
         return answer
+
+    @property
+    def wide(self) -> torch.dtype:
+        """float32 or wider, so that P and L are not rounded to 16 bits."""
+        return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def has_kernel(self) -> bool:
