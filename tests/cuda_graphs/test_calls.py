@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from comparisons import same_bits
 from ostinato.cuda_graphs import calls, capture, function, kept
 from recurrent_layers import Stopped
 from simulated_graphs import Recorded, move, simulate
@@ -81,11 +82,6 @@ def expected_of(layer, x, *states, resets=None, chosen=(0, 1)):
     return gradients(layer, results, x, *states, chosen=chosen)
 
 
-def assert_equal(found, expected):
-    for x, y in zip(found, expected, strict=True):
-        assert torch.equal(x, y)
-
-
 def warmed(layer, x):
     """So that the next call replays."""
     for _ in range(2):
@@ -102,9 +98,9 @@ def test_results_and_gradients_are_those_of_launched_calls(given):
         resets = torch.rand(4, 2) < 0.3 if given == "resets" else None
         for chosen in ((0, 1), (0,), (1,)):
             results = layer(x, *states, resets=resets)
-            assert_equal(results, layer.launched(x, states, [*layer.weights], resets))
+            assert same_bits(results, layer.launched(x, states, [*layer.weights], resets))
             found = gradients(layer, results, x, *states, chosen=chosen)
-            assert_equal(found, expected_of(layer, x, *states, resets=resets, chosen=chosen))
+            assert same_bits(found, expected_of(layer, x, *states, resets=resets, chosen=chosen))
         with torch.no_grad():
             for weight, grad in zip(layer.weights, found[-2:], strict=True):
                 weight.sub_(grad)
@@ -119,7 +115,7 @@ def test_what_is_given_is_not_overwritten():
         gradients(layer, layer(x, state, resets=resets))
     assert kept._kept.replays == 3
     for tensors, values in zip(given, before, strict=True):
-        assert_equal(tensors, values)
+        assert same_bits(tensors, values)
 
 
 def test_results_without_gradients_are_not_overwritten():
@@ -129,7 +125,7 @@ def test_results_without_gradients_are_not_overwritten():
         with torch.no_grad() if seed % 2 else torch.inference_mode():
             pairs.append((layer(x), layer.launched(x, [], [*layer.weights], None)))
     for results, expected in pairs:
-        assert_equal(results, expected)
+        assert same_bits(results, expected)
         assert not any(y.requires_grad for y in results)
     assert kept._kept.replays == 3
 
@@ -140,13 +136,13 @@ def test_a_call_before_the_backward_of_another_is_launched():
     for times in (1, 2):
         one, two = layer(first), layer(second)
         assert kept._kept.replays == before + times
-        assert_equal(gradients(layer, one, first), expected_of(layer, first))
-        assert_equal(gradients(layer, two, second), expected_of(layer, second))
+        assert same_bits(gradients(layer, one, first), expected_of(layer, first))
+        assert same_bits(gradients(layer, two, second), expected_of(layer, second))
     unused = layer(first)
     layer(second)
     assert kept._kept.replays == before + 3
     del unused
-    assert_equal(gradients(layer, layer(first), first), expected_of(layer, first))
+    assert same_bits(gradients(layer, layer(first), first), expected_of(layer, first))
     assert kept._kept.replays == before + 4
 
 
@@ -156,12 +152,12 @@ def test_a_backward_may_come_twice_and_late(monkeypatch):
     replayed, replay = [], function.CapturedFunction.__call__
     monkeypatch.setattr(function.CapturedFunction, "__call__", lambda *args: replayed.append(args) or replay(*args))
     results = layer(x)
-    assert_equal(gradients(layer, results, x, retain_graph=True), expected_of(layer, x))
+    assert same_bits(gradients(layer, results, x, retain_graph=True), expected_of(layer, x))
     assert len(replayed) == 1
-    assert_equal(gradients(layer, results, x, retain_graph=True), expected_of(layer, x))
+    assert same_bits(gradients(layer, results, x, retain_graph=True), expected_of(layer, x))
     assert len(replayed) == 1
     gradients(layer, layer(other))
-    assert_equal(gradients(layer, results, x), expected_of(layer, x))
+    assert same_bits(gradients(layer, results, x), expected_of(layer, x))
     assert len(replayed) == 2
 
 
@@ -173,11 +169,11 @@ def test_dropout_draws_what_launched_calls_do():
         found = [*results, *gradients(layer, results, x), torch.rand(3)]
         torch.manual_seed(seed)
         expected = layer.launched(x, [], [*layer.weights], None)
-        assert_equal(found, [*expected, *gradients(layer, expected, x), torch.rand(3)])
+        assert same_bits(found, [*expected, *gradients(layer, expected, x), torch.rand(3)])
         if kept._kept.replays:
             torch.manual_seed(seed)
             with torch.no_grad():
-                assert_equal(layer(x), expected)
+                assert same_bits(layer(x), expected)
     assert kept._kept.replays == 3 + 3
 
 
@@ -259,7 +255,7 @@ def test_weights_that_are_elsewhere_in_the_backward():
     expected = expected_of(layer, x)
     results = layer(x)
     _ = move(layer.weights[1])
-    assert_equal(gradients(layer, results, x), expected)
+    assert same_bits(gradients(layer, results, x), expected)
     assert kept._kept.replays == before + 1
     assert None in layer.calls.graphs.found.values()  # weights that moved may move again
 
@@ -272,7 +268,7 @@ def test_gradients_are_those_of_the_weights_of_the_forward():
         if late:
             gradients(layer, results, x, retain_graph=True)
         old, layer.weights[1].data = layer.weights[1].data, torch.full((3, 3), float("nan"))
-        assert_equal(gradients(layer, results, x), expected)
+        assert same_bits(gradients(layer, results, x), expected)
         layer.weights[1].data = old
     assert kept._kept.replays == before + 2
 
@@ -287,7 +283,7 @@ def test_autocast_around_a_backward_alone(late):
         with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
             if late:
                 gradients(layer, results, x, retain_graph=True)
-            assert_equal(gradients(layer, results, x), expected)
+            assert same_bits(gradients(layer, results, x), expected)
         results = layer(x)
     assert kept._kept.replays == 3
 
@@ -322,7 +318,7 @@ def test_checkpoints(reentrant):
             leaf.grad = None
         output = checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant)
         output.backward(output.detach().cos())
-        assert_equal([x.grad, *(p.grad for p in layer.parameters())], expected)
+        assert same_bits([x.grad, *(p.grad for p in layer.parameters())], expected)
 
 
 def test_other_streams_are_launched(monkeypatch):
@@ -336,7 +332,7 @@ def test_a_backward_inside_a_capture_is_launched(monkeypatch):
     results = layer(x)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(calls.CallGraphs, "backward", None)
-    assert_equal(gradients(layer, results, x), expected_of(layer, x))
+    assert same_bits(gradients(layer, results, x), expected_of(layer, x))
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -365,7 +361,7 @@ def test_threads_share_a_layer(trained, monkeypatch):
     for mine, own in zip(found, expected, strict=True):
         assert len(mine) == 10
         for one in mine:
-            assert_equal(one, own)
+            assert same_bits(one, own)
 
 
 def test_memory_is_bounded_and_freed_with_the_layer(monkeypatch):
@@ -432,12 +428,12 @@ def test_what_cannot_be_captured_is_launched(monkeypatch):
 
     monkeypatch.setattr(calls, "_captured_gradients", fail)
     for _ in range(4):
-        assert_equal(gradients(layer, layer(x), x), expected)
+        assert same_bits(gradients(layer, layer(x), x), expected)
     assert kept._kept.replays == 1  # then none, as no backward would follow
     monkeypatch.setattr(calls, "CallGraphs", fail)
     other = copy.deepcopy(layer)
     for _ in range(4):
-        assert_equal(gradients(other, other(x), x), expected)
+        assert same_bits(gradients(other, other(x), x), expected)
     assert kept._kept.replays == 1
 
 
@@ -463,7 +459,7 @@ def test_gradients_of_gradients_are_those_of_the_weights_of_the_forward():
     expected = second(layer(x)[0])
     output = layer(x)[0]
     layer.weights[1].data = torch.full((3, 3), float("nan"))
-    assert_equal(second(output), expected)
+    assert same_bits(second(output), expected)
     assert kept._kept.replays == before + 2
 
 
@@ -488,7 +484,7 @@ def test_weights_before_are_freed():
     for _ in range(3):
         layer.weights[1].data = layer.weights[1].data.clone()
         before, expected = warmed(layer, x), expected_of(layer, x)
-        assert_equal(gradients(layer, layer(x), x), expected)
+        assert same_bits(gradients(layer, layer(x), x), expected)
         assert kept._kept.replays == before + 1
         assert [x.key for x in kept._kept._all] == [(calls.addresses_of([*layer.weights]),)]
 
@@ -499,7 +495,7 @@ def test_a_backward_is_captured_only_of_weights_that_have_not_moved():
     results = layer(x)
     (own,) = kept._kept._all
     own.graphs._leaves[-1].data = torch.zeros(3, 3)  # as a shard's, whose memory is another's now
-    assert_equal(gradients(layer, results, x), expected_of(layer, x))
+    assert same_bits(gradients(layer, results, x), expected_of(layer, x))
     assert kept._kept._all == []
     assert [*layer.calls.graphs.found.values()] == [None]
 
@@ -510,7 +506,7 @@ def test_the_gradient_of_an_input_does_not_keep_those_of_weights():
         found = gradients(layer, layer(x, state), x, state)
     assert kept._kept.replays == 2
     assert found[0].untyped_storage().nbytes() == x.nbytes + state.nbytes
-    assert_equal(found, expected_of(layer, x, state))
+    assert same_bits(found, expected_of(layer, x, state))
 
 
 def test_graphs_without_memory_of_their_own_are_dropped(monkeypatch):
@@ -521,7 +517,7 @@ def test_graphs_without_memory_of_their_own_are_dropped(monkeypatch):
     layer, x = Layer(), x_of()
     expected = expected_of(layer, x)
     for _ in range(3):
-        assert_equal(gradients(layer, layer(x), x), expected)
+        assert same_bits(gradients(layer, layer(x), x), expected)
     assert kept._kept.replays == 0
     result = torch.ones(16)
     segments.append({"segment_pool_id": (0, 0), "address": result.data_ptr(), "total_size": 4})

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import ostinato
+from comparisons import same_bits
 from ostinato.cuda_graphs import calls, kept
 from ostinato.recurrent import gradients as step_gradients
 from ostinato.recurrent import sequences, steps
@@ -92,11 +93,6 @@ def soon(monkeypatch):
     monkeypatch.setattr(steps, "_STEPS", steps.Prepared())
 
 
-def equal(found, expected):
-    for x, y in zip(found, expected, strict=True):
-        assert (x is None and y is None) or torch.equal(x, y)
-
-
 def warmed(layer, *args, **options):
     """So that the next call replays."""
     for _ in range(2):
@@ -168,7 +164,7 @@ def test_autocast_in_simulated_graphs(simulated):
     before, expected = kept._kept.replays, run()
     assert expected[0].dtype == torch.bfloat16
     for _ in range(2):
-        equal(run(), expected)
+        assert same_bits(run(), expected)
     assert kept._kept.replays == before + 2
 
 
@@ -183,7 +179,7 @@ def test_evaluation_drops_nothing_after_calls_in_training(simulated):
             expected = layer(x)
         for _ in range(4):
             torch.manual_seed(0)
-            equal(layer(x), expected)
+            assert same_bits(layer(x), expected)
     assert kept._kept.replays == before + 2 * 3
     torch.testing.assert_close(expected[0], ostinato.GRU.forward(copy.deepcopy(layer).train(False), x)[0])
 
@@ -256,7 +252,7 @@ def test_gradients_of_steps_in_simulated_graphs(options, monkeypatch):
         graph = step_gradients._graph_of(step, layer.weight_ih_l0, x, [h], weights, grads, needed)
         if graph is not None:
             found = graph.replay(x, [h], grads)
-            equal(found, expected)
+            assert same_bits(found, expected)
             assert found[0].untyped_storage().data_ptr() != found[-1].untyped_storage().data_ptr()  # of an input
     assert kept._kept.replays == 3 + 2 + 2
     # As many as of the gradients of the weights, and of these as one tensor.
@@ -291,7 +287,7 @@ def test_threads_share_gradients_of_steps(monkeypatch):
     in_threads(run, range(4))
     for mine, right in zip(found, expected, strict=True):
         for one in mine:
-            equal(one, right)
+            assert same_bits(one, right)
 
 
 @pytest.mark.parametrize("end", ["deleted", "converted", "replaced", "other data"])
@@ -335,10 +331,10 @@ def test_gradients_of_steps(cell, options, dtype, soon, monkeypatch):
         without.setattr(step_gradients, "_graph_of", lambda *args: None)
         expected = [loop(layer, seed) for seed in range(3)]
     for seed in (0, 1, 2, 0):
-        equal(loop(layer, seed), expected[seed])
+        assert same_bits(loop(layer, seed), expected[seed])
     assert kept._kept.replays >= 4 * STEPS - 6
     layer.weight_hh_l0.data = layer.weight_hh_l0.data.clone()
-    equal(loop(layer, 0), expected[0])
+    assert same_bits(loop(layer, 0), expected[0])
     layer.weight_ih_l0.requires_grad_(False)
     found = torch.autograd.grad(layer.step(input_of(layer)[0])[0].sum(), layer.weight_hh_l0)
     assert found[0].isfinite().all()
@@ -374,7 +370,7 @@ def test_gradients_of_steps_at_another_precision(soon, monkeypatch):
             without.setattr(step_gradients, "_graph_of", lambda *args: None)
             expected = run()
         for _ in range(4):
-            equal(run(), expected)
+            assert same_bits(run(), expected)
     assert kept._kept.replays > 8
 
 
@@ -396,13 +392,13 @@ def test_autocast(cell, dtype, soon):
         with launched():
             expected = run(seed)
         assert expected[0].dtype == dtype
-        equal(run(seed), expected)
-        equal(run(seed, late=True), expected)
+        assert same_bits(run(seed), expected)
+        assert same_bits(run(seed, late=True), expected)
     assert kept._kept.replays == 7
     with launched():
         expected = gradients(layer, layer(x := input_of(layer)), (x,))
     for _ in range(3):
-        equal(gradients(layer, layer(x), (x,)), expected)  # without autocast
+        assert same_bits(gradients(layer, layer(x), (x,)), expected)  # without autocast
 
 
 @pytest.mark.gpu
@@ -422,8 +418,8 @@ def test_every_bit_is_that_of_launched_calls(cell, options, dtype, soon):
             found = gradients(layer, results, given, chosen)
             with launched():
                 expected = other(*given, resets=resets)
-                equal(flat(*results), flat(*expected))
-                equal(found, gradients(other, expected, given, chosen))
+                assert same_bits(flat(*results), flat(*expected))
+                assert same_bits(found, gradients(other, expected, given, chosen))
         with torch.no_grad():
             for one, two, grad in zip(layer.parameters(), other.parameters(), found, strict=False):
                 one.sub_(grad, alpha=0.1)
@@ -447,7 +443,7 @@ def test_every_bit_without_gradients(cell, options, dtype, soon):
                 results = [*flat(*layer(x, states))]
                 with launched():
                     expected = [*flat(*layer(x, states))]
-            equal(results, expected)
+            assert same_bits(results, expected)
             assert not any(y.requires_grad for y in results)
             assert all(y.is_inference() is (mode is torch.inference_mode) for y in results)
             pairs.append((results, expected))
@@ -455,7 +451,7 @@ def test_every_bit_without_gradients(cell, options, dtype, soon):
             for weight in layer.parameters():
                 weight.neg_()
     for results, expected in pairs:
-        equal(results, expected)  # which no later call has overwritten
+        assert same_bits(results, expected)  # which no later call has overwritten
     assert kept._kept.replays >= 6 * 3 - 3  # the first call of each mode is launched
 
 
@@ -474,7 +470,7 @@ def test_frozen_parameters_and_inputs_without_gradients(soon):
     with launched():
         expected = run()
     for _ in range(4):
-        equal(run(), expected)
+        assert same_bits(run(), expected)
     assert kept._kept.replays == 3
 
 
@@ -490,12 +486,12 @@ def test_a_call_before_the_backward_of_another(soon):
 
     with launched():
         expected = run()
-    equal(run(), expected)
+    assert same_bits(run(), expected)
     assert kept._kept.replays == before + 1  # the second is launched
-    equal(run(), expected)
+    assert same_bits(run(), expected)
     results = layer(first)
     del results  # as if it were of no use
-    equal(run(), expected)
+    assert same_bits(run(), expected)
 
 
 @pytest.mark.gpu
@@ -506,10 +502,10 @@ def test_a_backward_that_comes_twice_or_late(soon):
     with launched():
         expected = gradients(layer, layer(x), (x,))
     results = layer(x)
-    equal(gradients(layer, results, (x,), retain_graph=True), expected)
-    equal(gradients(layer, results, (x,), retain_graph=True), expected)
+    assert same_bits(gradients(layer, results, (x,), retain_graph=True), expected)
+    assert same_bits(gradients(layer, results, (x,), retain_graph=True), expected)
     gradients(layer, layer(other), (other,))  # overwrites the memory
-    equal(gradients(layer, results, (x,)), expected)
+    assert same_bits(gradients(layer, results, (x,)), expected)
 
 
 @pytest.mark.gpu
@@ -569,14 +565,14 @@ def test_weights_that_are_moved_before_the_backward(soon):
         expected = gradients(layer, layer(x), (x,))
     results = layer(x)
     _ = move(layer.weight_hh_l0)
-    equal(gradients(layer, results, (x,)), expected)
+    assert same_bits(gradients(layer, results, (x,)), expected)
     for late in (False, True):
         warmed(layer, x)
         results = layer(x)
         if late:
             gradients(layer, results, (x,), retain_graph=True)
         before, layer.weight_hh_l0.data = layer.weight_hh_l0.data, torch.full_like(layer.weight_hh_l0, float("nan"))
-        equal(gradients(layer, results, (x,)), expected)
+        assert same_bits(gradients(layer, results, (x,)), expected)
         layer.weight_hh_l0.data = before
 
 
@@ -597,10 +593,10 @@ def test_checkpoints_and_hooks_of_saved_tensors(reentrant, soon):
         return [p.grad for p in (*layer.parameters(), x)]
 
     for _ in range(3):
-        equal(run(), expected)
+        assert same_bits(run(), expected)
     with torch.autograd.graph.save_on_cpu():
         results = layer(x)
-    equal(gradients(layer, results, (x,), (0,)), expected)
+    assert same_bits(gradients(layer, results, (x,), (0,)), expected)
 
 
 @pytest.mark.gpu
@@ -616,7 +612,7 @@ def test_a_captured_model_and_other_streams(soon):
         for _ in range(3):
             found = gradients(layer, layer(x), (x,))
     torch.cuda.current_stream().wait_stream(stream)
-    equal(found, expected)
+    assert same_bits(found, expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = gradients(layer, layer(x), (x,))
@@ -642,7 +638,7 @@ def test_threads_share_a_layer(soon):
     for mine, own in zip(found, expected, strict=True):
         assert len(mine) == 30
         for one in mine:
-            equal(one, own)
+            assert same_bits(one, own)
 
 
 @pytest.mark.gpu
@@ -661,7 +657,7 @@ def test_dropout_is_drawn_anew(cell, options, soon):
         expected = [run(seed) for seed in range(4)]
     for _ in range(2):
         for seed in range(4):
-            equal(run(seed), expected[seed])
+            assert same_bits(run(seed), expected[seed])
     assert not torch.equal(expected[0][0], expected[1][0])
     outputs = [layer(x)[0] for _ in range(4)]
     assert all(not torch.equal(one, two) for one, two in itertools.pairwise(outputs))
@@ -679,7 +675,7 @@ def test_dropout_is_drawn_anew(cell, options, soon):
         with launched():
             expected = flat(*layer(x))
         layer(x)
-        equal(flat(*layer(x)), expected)
+        assert same_bits(flat(*layer(x)), expected)
     assert kept._kept.replays == before + 1
     layer.train()
     assert not torch.equal(layer(x)[0], layer(x)[0])
@@ -713,12 +709,12 @@ def test_what_cannot_be_captured_is_launched(soon, monkeypatch):
 
     monkeypatch.setattr(calls, "_captured_gradients", fail)
     for _ in range(4):
-        equal(gradients(layer, layer(x), (x,)), expected)
+        assert same_bits(gradients(layer, layer(x), (x,)), expected)
     assert kept._kept.replays == 1  # then none, as no backward would follow
     monkeypatch.setattr(calls, "CallGraphs", fail)
     other = copy.deepcopy(layer)
     for _ in range(4):
-        equal(gradients(other, other(x), (x,)), expected)
+        assert same_bits(gradients(other, other(x), (x,)), expected)
     assert kept._kept.replays == 1
 
 
@@ -734,7 +730,7 @@ def test_a_pool_of_the_callers_does_not_get_the_memory_of_graphs(soon):
             results = layer(x)
             found = gradients(layer, results, (x,))
             others = [torch.full_like(y, float("nan")) for y in (*found, *flat(*results))]
-        equal(found, expected)
+        assert same_bits(found, expected)
         del others
 
 

@@ -50,8 +50,8 @@ class Repeated(Generic[G]):
         """The graphs of a call, which are captured once it has come often enough.
 
         None if it has none: not yet, or as it cannot be captured, which is a RuntimeError, or as others leave no room,
-        graphs or what else the GPU holds.  The key begins with where the weights are.  They would be kept, too: graphs go with their owner, which is
-        the layer or a parameter of it, and with its weights.
+        graphs or what else the GPU holds.  The key begins with where the weights are.  They would be kept, too: graphs
+        go with their owner, which is the layer or a parameter of it, and with its weights.
         """
         found = self.found.get(key, 0)
         if type(found) is not int:
