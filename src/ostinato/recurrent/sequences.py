@@ -67,8 +67,12 @@ class SequenceLayers(MaskedLayers):
         steps: int | None,
         resets: bool = False,
         packed: bool = False,
+        weights: list[Tensor] | None = None,
     ) -> Plan:
-        """The plan of a call.  Raises RuntimeError where the next call may get another."""
+        """The plan of a call with these weights, or else the parameters.
+
+        Raises RuntimeError where the next call may get another.
+        """
         if self.proj_size:
             return no_kernel("layers with projections run in torch's own kernels")
         # Masks cannot be packed in a capture: pruned layers run there as they did before it, when theirs were.
@@ -80,7 +84,7 @@ class SequenceLayers(MaskedLayers):
         call = Call(*of_layer, resets=resets, packed=packed, compared=compared, threads=threads, captured=captured)
         call = call._replace(at_once=_at_once(self, call), bidirectional=self.bidirectional)
         if not (training or packed or steps is None):
-            call = call._replace(replayed=_may_be_replayed(self, self._flat_weights, batch, steps))
+            call = call._replace(replayed=_may_be_replayed(self, weights or [*self.parameters()], batch, steps))
         groups = {call.at_once, len(self._all_weights) % call.at_once} - {0}  # of layers at once, by size
         calls = [call._replace(at_once=size) for size in groups]
         plans = [plan_layer(mask, one) for mask in _masks_of(self) or [None] for one in calls]
@@ -153,7 +157,8 @@ class SequenceLayers(MaskedLayers):
         elif batch * steps > 0:
             ragged = has_several_lengths(input, batch, steps)
             try:
-                plan = self._plan_call(device, int(batch), computed, training, int(steps), resets is not None, ragged)
+                of_call = int(batch), computed, training, int(steps), resets is not None, ragged, weights
+                plan = self._plan_call(device, *of_call)
             except RuntimeError:
                 return None
             if not can_take(tensors):
