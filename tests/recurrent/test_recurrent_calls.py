@@ -57,16 +57,30 @@ def test_which_calls_are_planned_as_replayed(monkeypatch):
     monkeypatch.setattr(sequences, "plan_layer", lambda mask, call: asked.append(call) or Plan("dense"))
     monkeypatch.setattr(sequences, "are_worth", lambda weights, rows: rows <= 400)
     layer = make("GRU", 5, 8)
-    others = {"training": True}, {"packed": True}, {"steps": None}, {"steps": 101}, {"batch": 1, "steps": 513}
-    for options in ({}, {"resets": True}, *others):
+    repeated = {}, {"resets": True}, {"training": True}, {"steps": 2}
+    others = {"packed": True}, {"steps": None}, {"steps": 101}, {"batch": 1, "steps": 513}
+    for options in (*repeated, *others):
         layer.plan(**{"batch": 4, "steps": 100} | options)
     pruned("GRU", 5, 8).plan(4, steps=100)
-    assert [call.replayed for call in asked[:-1]] == [True, True] + [False] * len(others)
+    assert [call.replayed for call in asked[:-1]] == [True] * len(repeated) + [False] * len(others)
     assert not asked[-1].replayed
     monkeypatch.setattr(sequences, "is_captured", lambda device: True)
     layer.plan(4, steps=100)
     assert asked[-1].captured
     assert not asked[-1].replayed
+
+
+def test_two_or_three_steps_are_planned_where_they_may_be_replayed(monkeypatch):
+    layer, planned = make("GRU", 5, 8), []
+    monkeypatch.setattr("ostinato.recurrent.layers.least_steps", lambda *_: 4)
+    monkeypatch.setattr(type(layer), "_forward_single_steps", lambda *_: None)
+    monkeypatch.setattr(type(layer), "_kernels_for", lambda self, *given: planned.append(given))
+    for may_be in (False, True):
+        monkeypatch.setattr(sequences, "are_worth", lambda weights, rows, may_be=may_be: may_be)
+        for steps in (2, 3):
+            x = torch.randn(steps, 2, 5)
+            assert_same(layer(x), twin(layer)(x), 1e-6)
+        assert len(planned) == 2 * may_be
 
 
 def test_kernels_are_compared_with_cudnns_only_if_these_would_run(monkeypatch):

@@ -140,7 +140,10 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
     qconfig = property(_without_qconfig, _warn_unquantised)
 
     def _forward_of_few_steps(self, input: Any, hx: Any, steps: int) -> tuple[Tensor, Any] | None:
-        """By single steps, or by torch's kernels if these are fewer than ours are worth; None for other sequences."""
+        """By single steps, or by torch's kernels if these are fewer than ours are worth; None for other sequences.
+
+        And for two or three that may be replayed, as ours then are.
+        """
         if steps == 1:
             if (recorder := recording()) is not None:
                 return recorded(self, recorder, _Recurrent.forward, input, hx)
@@ -152,7 +155,11 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
         batch = input.shape[1 - _time_of(self, input)] if input.dim() == 3 else 1
         of_layer = self.mode.lower(), self.hidden_size, batch, dtype, self.bidirectional
         least = least_steps(input.device.type, *of_layer)
-        return self._forward_torch(input, hx, weights_of(self)) if 0 < steps < least and not is_vmapped() else None
+        if not 0 < steps < least or is_vmapped():
+            return None
+        weights = weights_of(self)
+        may_be_replayed = steps > 1 and self._may_be_replayed(weights, batch, steps)
+        return None if may_be_replayed else self._forward_torch(input, hx, weights)
 
     def _forward_of_no_steps(self, input: Any, hx: Any) -> tuple[Tensor, Any]:
         """No output, and the state as it was; checks and shapes are those of a step, as torch refuses none."""

@@ -83,8 +83,8 @@ class SequenceLayers(MaskedLayers):
         compared = on_cpu or torch._C._get_cudnn_enabled()  # without it torch's kernels are several for every step
         call = Call(*of_layer, resets=resets, packed=packed, compared=compared, threads=threads, captured=captured)
         call = call._replace(at_once=_at_once(self, call), bidirectional=self.bidirectional)
-        if not (training or packed or steps is None):
-            call = call._replace(replayed=_may_be_replayed(self, weights or [*self.parameters()], batch, steps))
+        if not (packed or steps is None):
+            call = call._replace(replayed=self._may_be_replayed(weights or [*self.parameters()], batch, steps))
         groups = {call.at_once, len(self._all_weights) % call.at_once} - {0}  # of layers at once, by size
         calls = [call._replace(at_once=size) for size in groups]
         plans = [plan_layer(mask, one) for mask in _masks_of(self) or [None] for one in calls]
@@ -124,9 +124,15 @@ class SequenceLayers(MaskedLayers):
 
     def _with_graphs(self, call: KernelCall | None, weights: list[Tensor]) -> KernelCall | None:
         """The call with room for its CUDA graphs, if it is one that gains by them."""
-        if call is None or call.prepared is None or not _may_be_replayed(self, weights, call.batch, call.steps):
+        if call is None or call.prepared is None or not self._may_be_replayed(weights, call.batch, call.steps):
             return call
         return call._replace(repeated=RepeatedCalls(_launcher(self, call), draws=_dropout_of(self) > 0))
+
+    def _may_be_replayed(self, weights: list[Tensor], batch: int, steps: int) -> bool:
+        """Whether such calls, if they repeat, gain by CUDA graphs; pruned layers have none."""
+        if self._buffers or steps > _MOST_REPLAYED or is_captured(weights[0].device):
+            return False
+        return are_worth(weights, batch * steps)
 
     def _find_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
@@ -221,13 +227,6 @@ def _launcher(layer: SequenceLayers, call: KernelCall) -> Run:
         return [output, *states_of(last)]
 
     return run
-
-
-def _may_be_replayed(layer: MaskedLayers, weights: list[Tensor], batch: int, steps: int) -> bool:
-    """Whether such calls, if they repeat, gain by CUDA graphs; pruned layers have none."""
-    if layer._buffers or steps > _MOST_REPLAYED or is_captured(weights[0].device):
-        return False
-    return are_worth(weights, batch * steps)
 
 
 def _dropout_of(layer: MaskedLayers) -> float:

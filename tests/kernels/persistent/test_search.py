@@ -96,6 +96,11 @@ SMALL = "gru", 64, 16, f16, 20  # whose launches take the host longer than cuDNN
         (SMALL, {}, True),  # 22 microseconds a call, 39
         (SMALL, {"captured": False}, False),  # 150, 110
         (SMALL, {"captured": False, "replayed": True}, True),
+        (SMALL, {"captured": False, "steps": 3}, False),
+        (SMALL, {"captured": False, "steps": 3, "replayed": True}, True),
+        (("rnn_tanh", 96, 512, f32, 40), {"replayed": True}, True),  # 48, 28: both less than the host
+        (("rnn_tanh", 96, 512, f32, 40), {}, False),
+        (("rnn_tanh", 96, 512, f32, 400), {"replayed": True}, False),
         (SMALL, {"captured": False, "steps": 200}, True),
         (SMALL, {"captured": False, "dtype": bf16}, True),  # of which cuDNN launches every step
         (SMALL, {"captured": False, "hidden_size": 256}, True),

@@ -21,6 +21,7 @@ from ostinato.kernels.persistent.plan import GATES, Call, KernelPath, Plan, keep
 # Microseconds that the host takes to launch our kernels of a layer without gradients.  Those of cuDNN for small layers
 # take it less, with gradients too, but cuDNN's backward cannot be differentiated: there launches do not count.
 LAUNCHES = 100.0
+TORCHS_LAUNCHES = {False: 60.0, True: 250.0}  # of torch's at least, by training: more than a replay of a CUDA graph
 
 
 class Geometries(NamedTuple):
@@ -31,7 +32,10 @@ class Geometries(NamedTuple):
 
 
 def least_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtype, both: bool) -> int:
-    """Fewer steps, without resets, are left to torch: its launches for each cost the host no more than ours for all."""
+    """Fewer steps, without resets, are left to torch: its launches for each cost the host no more than ours for all.
+
+    But for those of calls that are replayed.
+    """
     return 1 if cudnn.errs(cell, hidden_size, batch, dtype, both) else 4
 
 
@@ -58,7 +62,7 @@ def make_plan(
     sizes = call.cell, call.hidden_size, call.batch, call.dtype
     both, resets = call.bidirectional, call.resets
     least = least_steps(*sizes, both)
-    if call.compared and call.length < least and not resets:
+    if call.compared and call.length < least and not (resets or call.replayed):
         return no_kernel(f"weights are worth keeping on the chip for {least} steps or more")
     index = torch.cuda.current_device() if call.device.index is None else call.device.index
     plan = plan_sizes(call, mask_hh, block, tf32, distributed)
@@ -94,6 +98,8 @@ def _why_torch(plan: Plan, call: Call, pruned: bool, tf32: bool) -> str | None:
     ours, torchs = call.length * step_microseconds(plan, call), torchs_microseconds(call, tf32, processors)
     waits = cudnn.is_one_launch(call) and not (call.training or call.captured or call.replayed or pruned)
     host = call.at_once * LAUNCHES if waits else 0.0
+    if call.replayed:
+        torchs = max(torchs, TORCHS_LAUNCHES[call.training])
     if torchs >= max(ours, host):
         return None
     slower = f"launches take about {host:.0f} microseconds" if host > ours else f"about {ours:.0f} microseconds"
