@@ -301,6 +301,68 @@ def test_recurrences_are_exported_for_any_number_of_steps(backend):
         assert_same(program.module()(x, u), Recurrences()(x, u))
 
 
+class Jump(torch.autograd.Function):
+    """A step whose derivative is that of the identity."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class WithWeights(nn.Module):
+    """A cell that takes weights, one of them computed, a buffer and a plain tensor from around its function."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4))
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.norm = nn.LayerNorm(4)
+        self.register_buffer("scale", torch.tensor(0.7))
+        self.decay = torch.linspace(0.1, 0.9, 4)
+        self.cell = ostinato.recurrence(self.of_two)
+
+    def of_two(self, state, x):
+        h, c = state
+        gate, value = self.weight.chunk(2)
+        c = self.decay * c + Jump.apply(self.linear(h) + x) * torch.sigmoid(h @ gate.T)
+        return torch.tanh(self.norm(c) + h @ value.T) * self.scale, c
+
+    def forward(self, x, begins):
+        return self.cell(x, resets=begins, reverse=True, backend="torch")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_recurrences_with_weights_are_exported_for_any_number_of_steps(grad, tmp_path):
+    torch.manual_seed(0)
+    model = WithWeights().eval()
+
+    def given(batch, steps):
+        return torch.randn(batch, steps, 4), torch.rand(batch, steps) < 0.2
+
+    with torch.set_grad_enabled(grad), ostinato.portable():
+        program = torch.export.export(model, given(2, 20), dynamic_shapes=(DYNAMIC, DYNAMIC))
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    shapes = {"dynamic_shapes": (DYNAMIC, DYNAMIC), "dynamo": True, "verbose": False}
+    torch.onnx.export(model, given(2, 20), tmp_path / "cell.onnx", **shapes)
+    session = runtime.InferenceSession(tmp_path / "cell.onnx")
+    names = [argument.name for argument in session.get_inputs()]
+    for size in (*SIZES, (1, 1)):
+        x = given(*size)
+        expected = model(*x)
+        assert_same(program.module()(*x), expected)
+        assert_same(program.run_decompositions().module()(*x), expected)
+        arrays = dict(zip(names, (y.numpy() for y in x), strict=True))
+        assert_same(session.run(None, arrays), expected)
+    with torch.no_grad():
+        model.weight.neg_()  # a parameter of the program, too
+    assert_same(program.module()(*x), model(*x))
+
+
 @ostinato.recurrence
 def of_two_steps_before(state, x):
     h, before = state

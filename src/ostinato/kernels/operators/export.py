@@ -12,6 +12,8 @@ from torch.fx import Proxy
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ostinato.kernels.operators.surroundings import Replacing, tensors_around
+
 _is_portable = False
 
 
@@ -60,30 +62,37 @@ def loop(
 ) -> tuple[list[Tensor], Tensor]:
     """``states, output[t] = step(states, inputs[t], constants)`` for every t of the inputs' first dimension.
 
-    One node of the graph, PyTorch's ``scan``, for any number of steps.  The step may use only its arguments, and
-    ``output[t]`` must not be one of them.  With ``reverse`` it runs from the last t to the first.
+    One node of the graph, PyTorch's ``scan``, for any number of steps.  ``output[t]`` must not be an argument of the
+    step.  Tensors that the step takes from around it are handed to the node, whose graph would else hold whatever they
+    are while it is traced.  With ``reverse`` it runs from the last t to the first.
 
     Returns:
         The last states, and all outputs, (T, ...).
     """
     from torch._higher_order_ops.scan import scan_op  # longer to import than the whole library
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     if reverse:
         last, outputs = loop(step, states, [x.flip(0) for x in inputs], constants)
         return last, outputs.flip(0)
 
+    with disable_proxy_modes_tracing():  # a step that is not part of the graph
+        around = tensors_around(step, states, [x[0] for x in inputs], list(constants))
+    copies = [_copy(x) for x in around]  # which the graph knows, and of which none is a view of another
+
     def body(*given: Any) -> list[Tensor]:
         rest = iter(given)
-        with _Elementary():  # which is off inside the functions that it lets pass
-            new, output = step(*(list(islice(rest, len(group))) for group in (states, inputs, constants)))
+        *arguments, others = (list(islice(rest, len(group))) for group in (states, inputs, constants, around))
+        with _Elementary(), Replacing(around, others):  # modes are off inside the functions that they let pass
+            new, output = step(*arguments)
         return [*map(_copy, new), output]  # results must not alias each other, nor arguments
 
     states = [_copy(x) for x in states]  # the same may be given twice, and a step's results must be laid out as these
     if torch.onnx.is_in_onnx_export():
-        *last, outputs = scan_op(body, states, inputs, tuple(constants))
+        *last, outputs = scan_op(body, states, inputs, (*constants, *copies))
         return last, outputs
-    sizes = _symbols(*states, *inputs, *constants)
-    *last, outputs = scan_op(body, states, inputs, (*constants, *sizes))
+    sizes = _symbols(*states, *inputs, *constants, *copies)
+    *last, outputs = scan_op(body, states, inputs, (*constants, *copies, *sizes))
     # A copy that lies elsewhere: PyTorch 2.13's packages do not compile where the next operation would write its result
     # over the loop's.
     return last, torch.cat([outputs[:1], outputs])[1:]
