@@ -143,7 +143,11 @@ def test_quotients_by_constants_are_rounded_once(dtype):
 
 
 @pytest.mark.parametrize(
-    "function", [torch.asinh, torch.tanh, F.mish, F.elu, F.celu, functools.partial(F.gelu, approximate="tanh")]
+    "function",
+    [
+        *(torch.asinh, torch.tanh, F.mish, F.elu, F.celu, functools.partial(F.gelu, approximate="tanh")),
+        *(lambda x: torch.logaddexp(x, 2 * x), lambda x: torch.logaddexp2(x, 2 * x)),
+    ],
 )
 def test_second_derivatives_are_finite(function):
     x = torch.tensor([0.0, 0.5, -0.5, 20.0, -20.0, 90.0, -90.0, 1e4, -1e4]).requires_grad_()

@@ -204,11 +204,22 @@ class Builder:
             return self.add("mul", self.add("div", x, node.operands[0]), self.constant(1 / factor))
         if node.name == "sqrt":
             return self.add("mul", x, self.add("rsqrt", node.operands[0]))
+        if (inverse := self._inverse_of_one_plus_exp(y)) is not None:
+            return self.add("mul", x, inverse)
         return self._within_branch(x, lambda branch: self.add("div", branch, y))
 
     def _simplified_reciprocal(self, x: int, _: Number | None) -> int | None:
         inner = self._operand_of("sqrt", x)
-        return None if inner is None else self.add("rsqrt", inner)
+        return self._inverse_of_one_plus_exp(x) if inner is None else self.add("rsqrt", inner)
+
+    def _inverse_of_one_plus_exp(self, x: int) -> int | None:
+        """In derivatives, 1 / x where x is ``exp(y) + 1``, as logaddexp's: a sigmoid, whose derivatives are finite."""
+        if self.differentiating and self._nodes[x].name == "add":
+            term, constant = self._nodes[x].operands
+            for name, rate in (("exp", 1.0), ("exp2", math.log(2))):
+                if self.value(constant) == 1 and (exponent := self._operand_of(name, term)) is not None:
+                    return self.add("sigmoid", self.add("mul", exponent, self.constant(-rate)))
+        return None
 
     def _simplified_where(
         self, test: int, x: int, y: int, chosen: Number | None, _: Number | None, __: Number | None
