@@ -1,5 +1,6 @@
 """Exported programs: in PyTorch's own operators, in ONNX's, and what is said where neither can be."""
 
+import contextlib
 import copy
 import math
 import os
@@ -323,44 +324,64 @@ class WithWeights(nn.Module):
         self.norm = nn.LayerNorm(4)
         self.register_buffer("scale", torch.tensor(0.7))
         self.decay = torch.linspace(0.1, 0.9, 4)
+        self.fires = Jump.apply
         self.cell = ostinato.recurrence(self.of_two)
 
     def of_two(self, state, x):
         h, c = state
         gate, value = self.weight.chunk(2)
-        c = self.decay * c + Jump.apply(self.linear(h) + x) * torch.sigmoid(h @ gate.T)
+        c = self.decay * c + self.fires(self.linear(h) + x) * torch.sigmoid(h @ gate.T)
         return torch.tanh(self.norm(c) + h @ value.T) * self.scale, c
 
     def forward(self, x, begins):
         return self.cell(x, resets=begins, reverse=True, backend="torch")
 
 
+def inputs_of_four(batch, steps):
+    return torch.randn(batch, steps, 4), torch.rand(batch, steps) < 0.2
+
+
 @pytest.mark.parametrize("grad", [False, True])
-def test_recurrences_with_weights_are_exported_for_any_number_of_steps(grad, tmp_path):
+@pytest.mark.parametrize("where", [ostinato.portable, contextlib.nullcontext])
+def test_recurrences_with_weights_are_exported_for_any_number_of_steps(where, grad):
     torch.manual_seed(0)
     model = WithWeights().eval()
+    with torch.set_grad_enabled(grad), where():
+        program = torch.export.export(model, inputs_of_four(2, 20), dynamic_shapes=(DYNAMIC, DYNAMIC))
+    assert not [name for name in targets(program) if "ostinato" in name]
+    for size in (*SIZES, (1, 1)):
+        given = inputs_of_four(*size)
+        expected = model(*given)
+        assert_same(program.module()(*given), expected)
+        assert_same(program.run_decompositions().module()(*given), expected)
+    with torch.no_grad():
+        model.weight.neg_()  # a parameter of the program, too
+    assert_same(program.module()(*given), model(*given))
 
-    def given(batch, steps):
-        return torch.randn(batch, steps, 4), torch.rand(batch, steps) < 0.2
 
-    with torch.set_grad_enabled(grad), ostinato.portable():
-        program = torch.export.export(model, given(2, 20), dynamic_shapes=(DYNAMIC, DYNAMIC))
+def test_programs_of_recurrences_with_weights_have_gradients():
+    torch.manual_seed(0)
+    model, given, gradients = WithWeights(), inputs_of_four(3, 7), []
+    model.fires = torch.sigmoid  # programs keep no derivatives of one's own
+    program = torch.export.export(model, inputs_of_four(2, 20), dynamic_shapes=(DYNAMIC, DYNAMIC)).module()
+    for run in (program, model):
+        gradients.append(torch.autograd.grad(run(*given)[0][0].square().mean(), list(model.parameters())))
+    assert_same(*gradients)
+
+
+def test_recurrences_with_weights_run_in_onnx(tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    model = WithWeights().eval()
     shapes = {"dynamic_shapes": (DYNAMIC, DYNAMIC), "dynamo": True, "verbose": False}
-    torch.onnx.export(model, given(2, 20), tmp_path / "cell.onnx", **shapes)
+    torch.onnx.export(model, inputs_of_four(2, 20), tmp_path / "cell.onnx", **shapes)
     session = runtime.InferenceSession(tmp_path / "cell.onnx")
     names = [argument.name for argument in session.get_inputs()]
     for size in (*SIZES, (1, 1)):
-        x = given(*size)
-        expected = model(*x)
-        assert_same(program.module()(*x), expected)
-        assert_same(program.run_decompositions().module()(*x), expected)
-        arrays = dict(zip(names, (y.numpy() for y in x), strict=True))
-        assert_same(session.run(None, arrays), expected)
-    with torch.no_grad():
-        model.weight.neg_()  # a parameter of the program, too
-    assert_same(program.module()(*x), model(*x))
+        given = inputs_of_four(*size)
+        arrays = dict(zip(names, (x.numpy() for x in given), strict=True))
+        assert_same(session.run(None, arrays), model(*given))
 
 
 @ostinato.recurrence

@@ -23,11 +23,11 @@ def sequential(
     ``step(states, arguments)`` takes one: from states and arguments of (B, D), or (D,) if they are parameters.
     """
     cu_seqlens, resets, reverse = order
-    if export.is_portable():
-        if cu_seqlens is not None:
-            export.refuse_packed()
-        return _in_a_loop(step, initial, arguments, resets, reverse)
     batch, length, channels = shape = next(x.shape for x in arguments if x.dim() == 3)
+    if export.is_portable() and cu_seqlens is not None:
+        export.refuse_packed()
+    if export.is_portable() or (cu_seqlens is None and export.has_any_length(length)):
+        return _in_a_loop(step, initial, arguments, resets, reverse)
     columns = [x.unbind(1) if x.dim() == 3 else (x,) * length for x in arguments]
     bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
     rows: list[list[Tensor]] = [[] for _ in initial]
@@ -55,7 +55,7 @@ def _in_a_loop(
     resets: Tensor | None,
     reverse: bool,
 ) -> list[Tensor]:
-    """As :func:`sequential`, in one node, whatever the steps, of a graph that is to run without this library."""
+    """As :func:`sequential`, in one node of an exported graph, whatever the steps."""
     kinds = [x.dim() == 3 for x in arguments]
     sequences, parameters = by_kind(kinds, arguments)
     sequences = [x.transpose(0, 1) for x in sequences]
