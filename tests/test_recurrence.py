@@ -347,6 +347,16 @@ def test_compile_export_vmap_and_autocast(case):
         assert same_bits(module(*arguments), want)
 
 
+def test_a_compiler_is_told_where_a_recurrence_is_made():
+    def forward(x):
+        return ostinato.recurrence(lambda h, x: torch.tanh(h + x))(x)[0]
+
+    x = torch.randn(2, 5, 3)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="how a recurrence is made: make it before, as in __init__"):
+        torch.compile(forward, fullgraph=True, backend="eager")(x)
+    assert torch.equal(torch.compile(forward, backend="eager")(x), forward(x))
+
+
 @pytest.mark.parametrize(
     "function",
     [lambda x, u, v: (torch.sigmoid(u), v * x), lambda h, x, u, v: torch.tanh(u * h + v * x)],
@@ -512,7 +522,11 @@ def returns(value):
             TypeError,
             "cannot have a default of rate: every call gives",
         ),
-        (lambda: ostinato.recurrence(lambda self, h, x: x), TypeError, "cannot be a method: write it without self"),
+        (
+            lambda: ostinato.recurrence(lambda self, h, x: x),
+            TypeError,
+            "cannot be a method: write it without self, .* of an object's own method in its __init__, recurrence",
+        ),
         (lambda: rotated(X, C), TypeError, r"rotated takes 3 arguments \(x, u, v\); got 2"),
         (lambda: rotated(X, C, w=C), TypeError, "rotated takes the arguments x, u, v; got 2 by position and w by name"),
         (lambda: rotated(X, u=C), TypeError, "takes the arguments x, u, v; got 1 by position and u by name"),

@@ -85,6 +85,8 @@ def recurrence(function: Callable) -> "Recurrence":
         >>> h.flatten().tolist()
         [2.0, 2.0, 2.0]
     """
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError("torch.compile cannot trace how a recurrence is made: make it before, as in __init__")
     return Recurrence(function)
 
 
@@ -110,7 +112,10 @@ class Recurrence:
                 numbers = "a number can come from around the function"
                 raise TypeError(f"{self} cannot have a default of {name}: every call gives all arguments; {numbers}")
             if name == "self":  # which would be one of the arguments
-                raise TypeError(f"{self} cannot be a method: write it without self, and give it tensors as arguments")
+                raise TypeError(
+                    f"{self} cannot be a method: write it without self, and give it tensors as arguments, or make the "
+                    f"recurrence of an object's own method in its __init__, recurrence(self.{self})"
+                )
         names = tuple(parameters)
         self.function = function
         self.states = STATES.get(names[0], 0) if names else 0
