@@ -357,6 +357,18 @@ def test_a_compiler_is_told_where_a_recurrence_is_made():
     assert torch.equal(torch.compile(forward, backend="eager")(x), forward(x))
 
 
+def test_compilers_are_refused_packed_sequences_for_a_loop_in_pytorch():
+    class Packed(torch.nn.Module):
+        def forward(self, x, cu_seqlens):
+            return decaying(x, cu_seqlens=cu_seqlens, backend="torch")[0]
+
+    decaying = ostinato.recurrence(lambda h, x: torch.tanh(0.5 * h.flip(-1) + x))
+    given = torch.randn(1, 6, 2), torch.tensor([0, 2, 6], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"is a loop in PyTorch .*: give them padded sequences$"):
+        torch.export.export(Packed(), given)
+    assert torch.equal(torch.compile(Packed(), backend="eager")(*given), Packed()(*given))
+
+
 @pytest.mark.parametrize(
     "function",
     [lambda x, u, v: (torch.sigmoid(u), v * x), lambda h, x, u, v: torch.tanh(u * h + v * x)],

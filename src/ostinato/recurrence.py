@@ -255,6 +255,9 @@ class Recurrence:
             h, h_last = linear_scan(a, b, *initial, **order._asdict(), backend=backend)
             dtype = torch.promote_types(dtype, torch.complex64) if h.is_complex() else dtype
             return h.to(dtype), h_last.to(dtype)
+        if order.cu_seqlens is not None and torch.compiler.is_compiling():
+            loop = f"{self} is a loop in PyTorch with backend={backend!r}"
+            raise RuntimeError(f"{loop}, whose steps compilers cannot take from cu_seqlens: give them padded sequences")
         if not initial:
             initial = (like.new_zeros(order.sequences(like), like.shape[2]),) * self.states
         check_cu_seqlens(order.cu_seqlens, like.shape[1])
