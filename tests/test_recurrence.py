@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import ostinato
 from comparisons import assert_all_close, same_bits
+from ostinato.replay import Recorder
 
 BACKENDS = ["auto", "reference", "torch", "cpu"]
 
@@ -258,6 +259,45 @@ def test_two_halves_with_the_state_carried_equal_the_whole(case):
         assert torch.allclose(torch.cat(halves, 1), whole, rtol=1e-13, atol=1e-13)
     for got, want in zip(end, last, strict=True):
         assert torch.allclose(got, want, rtol=1e-13, atol=1e-13)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_single_steps_without_gradients(case, given):
+    """From arguments of any stride, of which the kernels of a step take some."""
+    function, step = CASES[case][:2]
+    arguments, h0 = inputs(case, length=2)
+    if not given:
+        h0 = tuple(torch.zeros_like(x) for x in h0)
+    for chosen in (slice(0, 1), slice(1, 2)):
+        for narrow in (lambda x: x, lambda x: torch.stack([x, x], -1)[..., 0]):
+            single = [narrow(x[:, chosen] if x.dim() == 3 else x) for x in arguments]
+            results = function(*single, h0=(h0 if function.states == 2 else h0[0]) if given else None)
+            got = results if function.states == 2 else tuple((x,) for x in results)
+            expected = loop(step, single, h0, None, False, None)
+            copies = [x.clone() for x in got[1]]
+            for x in got[1]:
+                x.zero_()  # is none of the states
+            for x, exact in zip((*got[0], *copies), (*expected[0], *expected[1]), strict=True):
+                torch.testing.assert_close(x, exact, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_recorded_steps_are_repeated_without_operators_of_recurrences(case):
+    function, step = CASES[case][:2]
+    arguments, h0 = inputs(case, length=1)
+    with Recorder() as recorder:
+        states, last = call(function, arguments, h0)
+    for x in (*arguments, *h0):
+        x.mul_(0.5)
+    with torch.profiler.profile() as profile:
+        recorder.repeat()
+    assert not [event.key for event in profile.key_averages() if "ostinato" in event.key]
+    expected = loop(step, arguments, h0, None, False, None)
+    for x, exact in zip((*states, *last), (*expected[0], *expected[1]), strict=True):
+        torch.testing.assert_close(x, exact, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ostinato.checks import FLOAT_DTYPES, check_floating, describe
 from ostinato.kernels.operators import export
+from ostinato.kernels.operators.eager import is_eager
+from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence, step_of
 from ostinato.kernels.recurrence.nonlinear.sequential import sequential
@@ -160,6 +162,9 @@ class Recurrence:
         first, dtype, given = self.check(arguments, h0, order, backend)
         if self._has_kernels(arguments, given, backend):
             arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
+            result = self._by_one_step(arguments, first, list(given.values()), order, backend)
+            if result is not None:
+                return result
             return self._by_kernels(self.traced(arguments), dtype, given, (*order, backend), arguments)
         return self._by_torch(arguments, first, dtype, given, order, backend)
 
@@ -284,6 +289,22 @@ class Recurrence:
             return False
         return backend in ("cpu", "cuda") or (backend == "auto" and arguments[0].device.type in ("cpu", "cuda"))
 
+    def _by_one_step(
+        self, arguments: Sequence[Tensor], first: int, states: list[Tensor], order: Order, backend: str
+    ) -> tuple[Any, Any] | None:
+        """A call with one step, where :meth:`step` takes it: sooner than the operator, and repeated by a Stepper."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or order.resets is not None:
+            return None
+        if order.cu_seqlens is not None or arguments[first].shape[1] != 1:
+            return None
+        arguments = [x[:, 0] if x.dim() == 3 else x for x in arguments]
+        states = states or [torch.zeros_like(arguments[first])] * max(self.states, 1)
+        if not takes_steps([*arguments, *states], backend):
+            return None
+        after = self.step(arguments, states)
+        rows, last = tuple(x.unsqueeze(1) for x in after), tuple(x.clone() for x in after)
+        return (rows, last) if self.states == 2 else (rows[0], last[0])
+
     def _by_kernels(
         self, traced: str, dtype: torch.dtype, given: dict[str, Tensor], options: tuple, arguments: tuple[Tensor, ...]
     ) -> tuple[Any, Any]:
@@ -355,6 +376,20 @@ class Recurrence:
         for name, x in initial.items():
             check_floating(name, x, FLOAT_DTYPES if self.states else FLOAT_DTYPES + COMPLEX_DTYPES)
         return initial
+
+
+def takes_steps(tensors: Sequence[Tensor], backend: str) -> bool:
+    """Whether :meth:`Recurrence.step` may be called, of tensors such as these."""
+    x = tensors[0]
+    return (
+        x.is_cpu
+        and x.dtype in (torch.float32, torch.float64)
+        and x.numel() > 0
+        and not torch.is_grad_enabled()
+        and (is_eager(tensors) or recording() is not None)
+        and {(y.dtype, y.stride(-1)) for y in tensors} == {(x.dtype, 1)}
+        and kernels_on(backend, "cpu") is not None
+    )
 
 
 _recurrences: weakref.WeakValueDictionary[int, Recurrence] = weakref.WeakValueDictionary()

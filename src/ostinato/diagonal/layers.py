@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.episodes import in_reverse
-from ostinato.kernels.operators.eager import is_eager
-from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.layers import StackedLayers
-from ostinato.recurrence import Recurrence
+from ostinato.recurrence import Recurrence, takes_steps
 from ostinato.replay import recording
 from ostinato.states import Hidden, State, each, of_one_layer, stacked, states_of
 
@@ -82,26 +80,13 @@ class DiagonalLayers(StackedLayers[State]):
         """On a CPU without gradients, :meth:`_run_cell` of tensors without a dimension of time."""
         parameters = self._parameters_of(f"l{layer}", x.shape[-1])
         states = [state[0] for state in states_of(h0)]
-        if not self._takes_steps_alone([x, *states, *(y for y in parameters.values() if y is not None)]):
+        tensors = [x, *states, *(y for y in parameters.values() if y is not None)]
+        if torch.is_autocast_enabled("cpu") or not takes_steps(tensors, self.backend):
             step, recorder = super()._step_of_layer, recording()
             return step(layer, x, h0) if recorder is None else recorder.call(step, layer, x, h0)
         states = states or [x.new_zeros(len(x), self.hidden_size)] * self.states
         y, after = self._run_cell(f"l{layer}", parameters, x, functools.partial(_run_step, states))
         return y, each(lambda state: state[None], after)
-
-    def _takes_steps_alone(self, tensors: list[Tensor]) -> bool:
-        """Whether a recurrence's prepared steps take the tensors of a layer."""
-        x = tensors[0]
-        return (
-            x.is_cpu
-            and x.dtype in (torch.float32, torch.float64)
-            and x.numel() > 0
-            and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled("cpu")
-            and (is_eager(tensors) or recording() is not None)
-            and {(y.dtype, y.is_contiguous()) for y in tensors} == {(x.dtype, True)}
-            and kernels_on(self.backend, "cpu") is not None
-        )
 
     def _run_recurrence(
         self, options: dict[str, Any], batch_first: bool, function: Recurrence, *arguments: Tensor
