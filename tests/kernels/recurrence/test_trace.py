@@ -1,7 +1,9 @@
 """Tracing a recurrence's function: its graphs compute what PyTorch does, and what has none is refused by its line."""
 
 import functools
+import math
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -241,7 +243,17 @@ def shifts(x, y):
     return x.roll(1, 1), y
 
 
-@refused("decides by the value of a tensor")
+@refused("reads the value of a tensor .*; use torch.where and functions of torch")
+def takes_an_exponential_of_numbers(x, y):
+    return math.exp(x), y
+
+
+@refused("reads the value of a tensor .*; use torch.where and functions of torch")
+def asks_numpy(x, y):
+    return x, np.tanh(y)
+
+
+@refused("reads the value of a tensor")
 def branches(x, y):
     return (x, y) if torch.where(x > 0, 1.0, 0.0).detach().item() else (y, x)
 
@@ -404,8 +416,10 @@ SHAPED = (
 )
 REFUSED = (reduces, works_in_place, writes_to_a_tensor, divides_and_floors, *SHAPED, *ELEMENTWISE)
 
+READING = (branches, takes_an_exponential_of_numbers, asks_numpy)
 
-@pytest.mark.parametrize(("function", "message", "kind"), [*REFUSED, branches, returns_a_number])
+
+@pytest.mark.parametrize(("function", "message", "kind"), [*REFUSED, *READING, returns_a_number])
 def test_what_cannot_be_generated_is_refused(function, message, kind):
     with pytest.raises(kind, match=message):
         trace(function, (True, True))

@@ -25,7 +25,7 @@ from ostinato.kernels.recurrence.symbolic.trace import Trace
 _SHAPE = (2, 3, 4)
 _DTYPE = torch.float32  # what kernels compute in, but for float64
 _VALUES = ("_local_scalar_dense", "equal", "nonzero")
-_DECIDES = "it decides by the value of a tensor (if, while, float(), .item()); use torch.where"
+_READS = "it reads the value of a tensor (if, float(), .item(), math, NumPy); use torch.where and functions of torch"
 _CREATING = (
     *("zeros", "ones", "full", "scalar_tensor", "lift_fresh", "lift_fresh_copy"),
     *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "_efficientzerotensor"),
@@ -125,7 +125,10 @@ def _gradients(
 class _Calls(TorchFunctionMode):
     """Raises on access to shapes, which kernels do not know, and records the source lines of derivatives."""
 
-    _VALUES = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal")
+    _VALUES = (
+        *("item", "tolist", "numpy", "__array__", "equal"),
+        *("__bool__", "__int__", "__float__", "__index__", "__contains__"),
+    )
     _SHAPES = ("shape", "size", "numel", "nelement", "stride", "__len__", "dim", "ndim", "ndimension", "nbytes")
     _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__")
 
@@ -139,7 +142,7 @@ class _Calls(TorchFunctionMode):
             name = func.__self__.__name__
         if not self._recorder.builder.differentiating and args and isinstance(args[0], Tensor):
             if name in self._VALUES:
-                raise self._recorder.refusal(_DECIDES)
+                raise self._recorder.refusal(_READS)
             if name in self._SHAPES:
                 raise self._recorder.refusal(f"it asks for the {name} of a tensor, but must treat every element alike")
             if name in self._IN_PLACE or (name.endswith("_") and not name.endswith("__")):
@@ -236,7 +239,7 @@ class _Recorder(TorchDispatchMode):
         in_place = called.endswith("_") and not called.endswith("__")
         name = called[:-1] if in_place else called
         if name in _VALUES:
-            raise self.refusal(_DECIDES)
+            raise self.refusal(_READS)
         if name in _COMPLEX or any(isinstance(x, complex) for x in args):
             raise self.refusal(f"{func.overloadpacket} makes complex numbers: pass what is complex as an argument")
         if name in _CREATING:
