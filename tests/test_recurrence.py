@@ -363,6 +363,15 @@ def test_no_steps_and_no_sequences(case):
     assert none[1][0].shape == (0, 3)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_no_steps_have_gradients_of_zero(case, backend):
+    arguments, h0 = inputs(case, length=0)
+    (state, *_), _ = call(CASES[case][0], arguments, tuple(x.detach() for x in h0), backend=backend)
+    gradients = torch.autograd.grad(state.sum(), arguments, materialize_grads=True)
+    assert all(torch.equal(g, torch.zeros_like(x)) for g, x in zip(gradients, arguments, strict=True))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_compile_export_vmap_and_autocast(case):
     function = CASES[case][0]

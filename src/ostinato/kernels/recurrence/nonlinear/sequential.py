@@ -23,7 +23,8 @@ def sequential(
     ``step(states, arguments)`` takes one: from states and arguments of (B, D), or (D,) if they are parameters.
     """
     cu_seqlens, resets, reverse = order
-    batch, length, channels = shape = next(x.shape for x in arguments if x.dim() == 3)
+    first = next(x for x in arguments if x.dim() == 3)
+    batch, length, channels = first.shape
     if export.is_portable() and cu_seqlens is not None:
         export.refuse_packed()
     if export.is_portable() or (cu_seqlens is None and export.has_any_length(length)):
@@ -44,7 +45,7 @@ def sequential(
         for k, own in enumerate(steps):
             rows[k] += reversed(own) if reverse else own
             ends[k].append(state[k])
-    states = [torch.stack(own, 1) if own else x.new_empty(shape) for own, x in zip(rows, initial, strict=True)]
+    states = [torch.stack(own, 1) if own else first.clone() for own in rows]  # of no steps, with a gradient as others
     return states + [torch.cat(own) if own else x for own, x in zip(ends, initial, strict=True)]
 
 
