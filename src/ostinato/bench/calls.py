@@ -1,6 +1,8 @@
 """The host overhead of small calls: short scans, single steps, and training on short sequences."""
 
 import itertools
+import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +20,7 @@ from ostinato.states import each
 
 CALLS, ROUNDS = 50, 20  # calls per sample, fewer than fill a GPU's queue; samples, interleaved over contestants
 SAMPLE = 0.03  # seconds, for which fewer calls are enough
+DRAWN = 32  # calls of random sizes
 UNIT = "torch.add(out=)"
 
 Call = Callable[[], Any]
@@ -207,6 +210,26 @@ def _short_diagonal(device: torch.device) -> Iterator[tuple[str, dict[str, Call]
         yield f"sequences of {kind.__name__} 128, T = 64, B = 16{', trained' * trained}", contestants
 
 
+def _drawn(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
+    """Short sequences through layers of random sizes, as likely within any factor of two as within another."""
+    draw, kinds = random.Random(0), {"RNN": (ostinato.RNN, nn.RNN), **PEERS}
+
+    def size(least: int, most: int) -> int:
+        return round(math.exp(draw.uniform(math.log(least), math.log(most))))
+
+    for i in range(DRAWN):
+        name, trained, layers = draw.choice([*kinds]), i % 2 == 1, draw.choice((1, 1, 2))
+        hidden, steps, batch = 8 * size(2, 48), size(2, 64), size(1, 64)
+        dtype = draw.choice((torch.float32, torch.float16, torch.bfloat16)) if device.type == "cuda" else torch.float32
+        x, grad = torch.randn(2, steps, batch, hidden, device=device, dtype=dtype)
+        contestants = {}
+        for who, kind in zip(("Ostinato", "torch.nn"), kinds[name], strict=False):
+            layer = kind(hidden, hidden, layers, device=device, dtype=dtype)
+            contestants[who] = _awaited(_called(layer, x, grad if trained else None), device)
+        of_call = ", 2 layers" * (layers - 1) + ", trained" * trained
+        yield f"drawn {name} {hidden} {str(dtype)[6:]}, T = {steps}, B = {batch}{of_call}", contestants
+
+
 def _ways(make: Callable[[], nn.Module], x: Tensor, grad: Tensor | None) -> Iterator[tuple[str, Call]]:
     """How a new layer is called, and the call."""
     yield "", _called(make(), x, grad)
@@ -249,4 +272,4 @@ def _stacks(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
     yield "Stepper of GRU 256, 2 layers, awaited", awaited
 
 
-KINDS = _scans, _steps, _diagonal, _trained, _loops, _short, _short_diagonal, _stacks
+KINDS = _scans, _steps, _diagonal, _trained, _loops, _short, _short_diagonal, _drawn, _stacks
