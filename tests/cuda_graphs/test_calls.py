@@ -214,7 +214,7 @@ def test_checkpoints_with_dropout(reentrant):
         assert torch.equal(x.grad, expected)
 
 
-def test_gradients_of_gradients_and_several_at_once():
+def test_gradients_of_gradients():
     layer, x = Layer(), x_of()
     warmed(layer, x)
 
@@ -224,11 +224,23 @@ def test_gradients_of_gradients_and_several_at_once():
 
     for y, z in zip(second(layer(x)[0]), second(layer.launched(x, [], [*layer.weights], None)[0]), strict=True):
         torch.testing.assert_close(y, z)
-    rows = torch.eye(3)
-    (found,) = torch.autograd.grad(layer(x)[0][-1, 0], x, rows, is_grads_batched=True)
+
+
+@pytest.mark.parametrize("kind", [Layer, Dropout])
+def test_several_gradients_at_once(kind):
+    layer, x, rows = kind(), x_of(), torch.eye(3)
+    before, leaves = warmed(layer, x), [x, *layer.parameters()]
+    torch.manual_seed(7)
     output = layer.launched(x, [], [*layer.weights], None)[0]
-    (expected,) = torch.autograd.grad(output[-1, 0], x, rows, is_grads_batched=True)
-    torch.testing.assert_close(found, expected)
+    expected = torch.autograd.grad(output[-1, 0], leaves, rows, retain_graph=True, is_grads_batched=True)
+    torch.manual_seed(7)
+    output = layer(x)[0]
+    assert kept._kept.replays == before + 1
+    together = torch.autograd.grad(output[-1, 0], leaves, rows, retain_graph=True, is_grads_batched=True)
+    mapped = torch.vmap(lambda row: torch.autograd.grad(output[-1, 0], leaves, row, retain_graph=True))(rows)
+    for found in (together, mapped):
+        for y, z in zip(found, expected, strict=True):
+            torch.testing.assert_close(y, z)
 
 
 def test_results_that_nothing_depends_on_have_no_gradient():
