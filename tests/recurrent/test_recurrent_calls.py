@@ -83,6 +83,20 @@ def test_two_or_three_steps_are_planned_where_they_may_be_replayed(monkeypatch):
         assert len(planned) == 2 * may_be
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_calls_with_dropout_are_planned_as_trained(drops, monkeypatch):
+    """By whom drops the same when a checkpoint, whose first call has no gradients, computes them."""
+    asked = []
+    monkeypatch.setattr(sequences, "plan_layer", lambda mask, call: asked.append(call) or no_kernel("a test"))
+    forget_calls(monkeypatch)
+    layer = ostinato.GRU(5, 8, 2, dropout=0.5).train(drops)
+    with torch.no_grad():
+        layer(torch.randn(7, 3, 5))
+    assert [call.training for call in asked] == [drops]
+    layer(torch.randn(7, 3, 5))
+    assert [call.training for call in asked] == [drops, True]
+
+
 def test_kernels_are_compared_with_cudnns_only_if_these_would_run(monkeypatch):
     layer, asked = make("GRU", 5, 8), []
     monkeypatch.setattr(sequences, "plan_layer", lambda mask, call: asked.append(call) or Plan("dense"))

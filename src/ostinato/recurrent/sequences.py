@@ -162,8 +162,10 @@ class SequenceLayers(MaskedLayers):
                 at_once = self.num_layers
         elif batch * steps > 0:
             ragged = has_several_lengths(input, batch, steps)
+            # A checkpoint's first call has no gradients, and must drop what its second, with gradients, does.
+            planned = training or _dropout_of(self) > 0
             try:
-                of_call = int(batch), computed, training, int(steps), resets is not None, ragged, weights
+                of_call = int(batch), computed, planned, int(steps), resets is not None, ragged, weights
                 plan = self._plan_call(device, *of_call)
             except RuntimeError:
                 return None
