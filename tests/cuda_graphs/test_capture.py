@@ -1,11 +1,15 @@
-"""What a captured graph keeps, on a GPU."""
+"""What a captured graph keeps, on a GPU, and around what it is captured, on a CPU in place of one."""
+
+import contextlib
+import copy
+import gc
 
 import pytest
 import torch
 
+from ostinato.cuda_graphs import capture as capturing
 from ostinato.cuda_graphs.capture import bytes_of, capture, captured
-
-pytestmark = pytest.mark.gpu
+from simulated_graphs import Recorded
 
 MIB = 1 << 20
 
@@ -17,6 +21,7 @@ def bytes_kept_with(y):
     return bytes_of(*pools, y)
 
 
+@pytest.mark.gpu
 def test_the_memory_of_cublas_is_in_no_graph():
     """Graphs that are captured later use it, too, and may outlive the one with which it was allocated."""
     device, pool = torch.device("cuda", 0), torch.cuda.graph_pool_handle()
@@ -36,6 +41,7 @@ def test_the_memory_of_cublas_is_in_no_graph():
         torch.testing.assert_close(result, x @ x)
 
 
+@pytest.mark.gpu
 def test_a_function_may_differentiate_what_is_captured():
     x = torch.randn(5, 7, device="cuda", requires_grad=True)
     replay, (grad,) = capture(lambda: torch.autograd.grad(x.square().sum(), x))
@@ -45,6 +51,7 @@ def test_a_function_may_differentiate_what_is_captured():
     assert torch.equal(grad, torch.full_like(x, 6))
 
 
+@pytest.mark.gpu
 def test_what_a_function_owns_is_kept_with_its_graph():
     replay, y = capture(torch.nn.Linear(1024, 1024, device="cuda").requires_grad_(False).weight.t().square)
     replay()
@@ -54,6 +61,7 @@ def test_what_a_function_owns_is_kept_with_its_graph():
     assert torch.equal(y, expected)
 
 
+@pytest.mark.gpu
 def test_a_failed_capture_leaves_the_next_one_whole():
     x = torch.ones(3, device="cuda")
     with pytest.raises(RuntimeError, match="capturing"):
@@ -64,3 +72,71 @@ def test_a_failed_capture_leaves_the_next_one_whole():
     replay()
     assert y.tolist() == [5, 5, 5]
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+class Graph(Recorded):
+    """Recorded operations with the methods of a CUDA graph."""
+
+    def capture_begin(self, **options):
+        self.__enter__()
+
+    def capture_end(self):
+        self.__exit__(None, None, None)
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """Returns the pools of failed captures."""
+    left = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(capturing, "_capture_stream", lambda *_: None)
+    monkeypatch.setattr(capturing, "_keep_workspace", lambda device: None)
+    monkeypatch.setattr(capturing, "_leave_capture", left.append)
+    return left
+
+
+def test_a_graph_reads_no_copies_of_autocast(on_a_cpu):
+    """Which are freed where it ends, and know nothing of later changes of a weight."""
+    linear, x = torch.nn.Linear(3, 3), torch.randn(2, 3)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        linear(x)  # keeps copies
+        with captured(None, (0, 1)) as graph:
+            y = linear(x)
+        linear.weight.neg_()
+        graph.replay()
+        assert torch.equal(y, copy.deepcopy(linear)(x))
+        assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("where", ["block", "end"])
+def test_a_failed_capture_changes_nothing_else(where, error, on_a_cpu, monkeypatch):
+    x = torch.ones(3)
+
+    def fail():
+        raise error(where)
+
+    def end(graph):
+        Recorded.__exit__(graph, None, None, None)
+        fail()
+
+    def run():
+        with captured(None, (0, 1)):
+            if where == "block":
+                fail()
+
+    with monkeypatch.context() as failing:
+        if where == "end":
+            failing.setattr(Graph, "capture_end", end)
+        with pytest.raises(error, match=where):
+            run()
+    assert on_a_cpu == [(0, 1)]
+    assert gc.isenabled()
+    assert torch.is_autocast_cache_enabled()
+    with captured(None, (0, 2)) as graph:
+        y = x + 1
+    x.fill_(4)
+    graph.replay()
+    assert y.tolist() == [5, 5, 5]
+    assert on_a_cpu == [(0, 1)]

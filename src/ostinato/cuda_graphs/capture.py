@@ -51,6 +51,7 @@ def captured(
     with (
         _one_capture,
         _without_garbage_collection(),
+        _without_copies_of_autocast(),
         torch.cuda.stream(stream),
         torch.autograd.set_multithreading_enabled(False),  # backwards have a thread of their own otherwise
     ):
@@ -95,6 +96,17 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+@contextmanager
+def _without_copies_of_autocast() -> Iterator[None]:
+    """Of weights, which it makes once and frees at its end: graphs would go on reading them."""
+    keeps = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(keeps)
 
 
 @functools.cache
