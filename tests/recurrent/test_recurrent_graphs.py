@@ -195,6 +195,42 @@ def test_a_late_backward_drops_the_same(simulated):
     assert kept._kept.replays == before + 3
 
 
+def reentrant(layer, x):
+    return checkpoint(lambda x: layer(x)[0], x, use_reentrant=True)
+
+
+USES_OF_DROPOUT = {
+    "call": lambda layer, x: layer(x)[0],
+    "two calls": lambda layer, x: layer(x)[0] + layer(2 * x)[0],
+    "checkpoint": reentrant,
+    "nested": lambda layer, x: checkpoint(lambda x: reentrant(layer, x), x, use_reentrant=True),
+    "resets": lambda layer, x: layer(x, resets=torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2]) % 5 == 3)[0],
+}
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "batch_first": True}], ids=["forward", "both"])
+@pytest.mark.parametrize("use", USES_OF_DROPOUT.values(), ids=USES_OF_DROPOUT)
+def test_calls_with_dropout_compute_what_launched_ones_do(use, options, p, simulated):
+    layer = ostinato.GRU(16, 24, 2, dropout=p, **options)
+
+    def run(seed):
+        torch.manual_seed(seed)
+        x = torch.randn(7, 3, 16, requires_grad=True)
+        layer.zero_grad()
+        output = use(layer, x)
+        output.square().sum().backward()
+        return [output, x.grad, *(weight.grad.clone() for weight in layer.parameters()), torch.rand(3)]
+
+    with launched():
+        expected = [run(seed) for seed in range(3)]
+    for _ in range(2):
+        for seed in range(3):
+            for found, right in zip(run(seed), expected[seed], strict=True):
+                torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+    assert kept._kept.replays >= 4
+
+
 def replays_of(layer, x):
     """How many of some calls and backwards replay."""
     before = kept._kept.replays
