@@ -109,9 +109,9 @@ class SequenceLayers(MaskedLayers):
             like.append(resets)
         autocast = autocast_dtype(device)
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional, self.mode, self.batch_first
+        of_layer = *sizes, _dropout_of(self), self._forced_path
         # The number of states tells them from biases, of which an LSTM has as many.
-        states_and_dropout = len(states), _dropout_of(self)
-        how = *sizes, *states_and_dropout, self._forced_path, autocast, layers_allow_tf32(device, dtype), resets is None
+        how = *of_layer, len(states), autocast, layers_allow_tf32(device, dtype), resets is None
         # On which the plan depends, too, and of products the kernels in a CUDA graph.
         where = is_captured(device), torch.get_num_threads(), torch._C._get_cudnn_enabled(), *product_switches()
         # Another object for each mask, and whenever a mask changes.
