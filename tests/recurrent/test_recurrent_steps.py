@@ -237,6 +237,19 @@ def test_many_gradients_of_one_step_at_once(cell):
 
 @by("as planned")
 @pytest.mark.parametrize("cell", CELLS)
+def test_a_compiled_backward_of_a_step(cell, fresh_compiler):
+    layer, x = make(cell, 5, 4), torch.randn(2, 5, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    expected = torch.autograd.grad(layer.step(x)[0].square().sum(), leaves)
+    loss = layer.step(x)[0].square().sum()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(torch.Tensor.backward, backend="aot_eager")(loss)
+    for leaf, grad in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(leaf.grad, grad)
+
+
+@by("as planned")
+@pytest.mark.parametrize("cell", CELLS)
 def test_a_kernels_step_has_the_gradients_of_another(cell):
     """As few sequences take one on a GPU."""
     torch.manual_seed(0)

@@ -237,9 +237,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
                 with nullcontext() if state is None else drawn_from(state, own[0].device):
                     return launch(own[0], own[1:first], own[first:], resets)
 
-            # Compiled autograd would follow the launches, and lose all gradients.
-            differentiate = torch.compiler.disable(by_autograd) if torch.compiler.is_compiling() else by_autograd
-            found = differentiate(launched, tensors, grads, needed)
+            found = by_autograd(launched, tensors, grads, needed)
     return None, None, None, None, *found
 
 

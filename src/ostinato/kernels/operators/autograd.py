@@ -22,6 +22,17 @@ def by_autograd(
 
     They are differentiable where gradients are enabled.
     """
+    if torch.compiler.is_compiling():  # compiled autograd would follow the function, and lose all gradients
+        return torch.compiler.disable(_by_autograd)(function, tensors, grads, needed)
+    return _by_autograd(function, tensors, grads, needed)
+
+
+def _by_autograd(
+    function: Callable[[list[Tensor]], Sequence[Tensor]],
+    tensors: Sequence[Tensor],
+    grads: Gradients,
+    needed: Sequence[bool],
+) -> Gradients:
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         with _once_for_all_gradients():
