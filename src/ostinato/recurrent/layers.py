@@ -101,7 +101,8 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
         Args:
             batch: number of sequences.
             dtype: the compute dtype; the parameters' if absent.  Of a call under autocast, give autocast's.
-            training: whether gradients will be computed.
+            training: whether gradients will be computed; in training mode, calls with dropout between layers always run
+                as if they were.
             steps: of the longest sequence; many if absent.
             resets: whether there are any.
             packed: whether the sequences are packed ones of several lengths.
