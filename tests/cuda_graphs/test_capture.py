@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+import ostinato
 from ostinato.cuda_graphs import capture as capturing
 from ostinato.cuda_graphs.capture import bytes_of, capture, captured
 from simulated_graphs import Recorded
@@ -39,6 +40,26 @@ def test_the_memory_of_cublas_is_in_no_graph():
     for result, again in ((y, graph.replay), (z, replay)):
         again()
         torch.testing.assert_close(result, x @ x)
+
+
+@pytest.mark.gpu
+def test_the_memory_of_cublas_beside_is_in_no_graph():
+    """Stacked layers at the same time, each on a stream of its own."""
+    layer = ostinato.LSTM(256, 256, 4, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    x, device = torch.randn(256, 16, 256, device="cuda", dtype=torch.bfloat16), torch.device("cuda", 0)
+    expected = layer(x)[0]
+
+    def captured_bytes():
+        pool = torch.cuda.graph_pool_handle()
+        with captured(device, pool) as graph:
+            y = layer(x)[0]
+        graph.replay()
+        assert (y.float() - expected.float()).norm() <= 0.02 * expected.float().norm()
+        return bytes_of(pool, y)
+
+    captured_bytes()
+    torch._C._cuda_clearCublasWorkspaces()
+    assert captured_bytes() == captured_bytes()
 
 
 @pytest.mark.gpu
@@ -91,7 +112,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(capturing, "_capture_stream", lambda *_: None)
-    monkeypatch.setattr(capturing, "_keep_workspace", lambda device: None)
+    monkeypatch.setattr(capturing, "keep_workspace", lambda device: None)
     monkeypatch.setattr(capturing, "_leave_capture", left.append)
     return left
 

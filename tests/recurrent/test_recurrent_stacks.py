@@ -533,6 +533,7 @@ def test_what_leaves_a_chain_is_kept_for_the_current_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "set_stream", Mock())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     made = {(chain, link): Mock() for chain in range(3) for link in range(2)}
     in_wavefront(torch.device("cuda", 0), 3, 2, lambda *at: (made[at], None))
     for (chain, _), x in made.items():

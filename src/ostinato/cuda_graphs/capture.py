@@ -10,6 +10,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from ostinato.kernels.cuda.workspaces import keep_workspace
+
 T = TypeVar("T")
 Pool = Any  # PyTorch's handle of the memory of graphs
 
@@ -55,7 +57,7 @@ def captured(
         torch.cuda.stream(stream),
         torch.autograd.set_multithreading_enabled(False),  # backwards have a thread of their own otherwise
     ):
-        _keep_workspace(device)
+        keep_workspace(device)
         try:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -116,22 +118,6 @@ def _capture_stream(device: torch.device, what: str) -> torch.cuda.Stream:
     Another for functions, which may be replayed while calls are.
     """
     return torch.cuda.Stream(device)
-
-
-def _keep_workspace(device: torch.device) -> None:
-    """Give cuBLAS its memory on this stream before a capture, whose graph's memory it would be otherwise.
-
-    Graphs that other layers capture later use it, too, and outlive that one.
-    """
-    if torch.cuda.get_allocator_backend() == "native":  # others have no such memory
-        with torch.cuda.use_mem_pool(_workspaces(device)):
-            torch.cuda.current_blas_handle()
-
-
-@functools.cache
-def _workspaces(device: torch.device) -> torch.cuda.MemPool:
-    """Memory that is nothing else's, even when PyTorch takes it from cuBLAS, as it does before captures of its own."""
-    return torch.cuda.MemPool()
 
 
 def _leave_capture(pool: Pool) -> None:

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ostinato.kernels.cuda.nvrtc import permitted_in_captures
+from ostinato.kernels.cuda.workspaces import keep_workspace
+
 
 class _Beside(NamedTuple):
     """Of kernels that are launched beside others: where, and where those are."""
@@ -83,6 +86,8 @@ def in_wavefront(
     sides, events = _streams_beside(device, current.cuda_stream, chains)
     streams = [current, *sides]
     with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            _keep_workspaces(sides, device)
         try:
             _pass_on(current, sides, events[0])
             for chain, link in order:
@@ -96,6 +101,14 @@ def in_wavefront(
             torch.cuda.set_stream(current)
             for side, event in zip(sides, events[1:], strict=True):
                 _pass_on(side, [current], event)
+
+
+def _keep_workspaces(streams: Sequence[torch.cuda.Stream], device: torch.device) -> None:
+    """Those of cuBLAS, on streams that a capture will reach."""
+    with permitted_in_captures():
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                keep_workspace(device)
 
 
 def _pass_on(stream: torch.cuda.Stream, others: Sequence[torch.cuda.Stream], event: torch.cuda.Event) -> None:
