@@ -65,7 +65,6 @@ def of_device(device: str) -> dict[str, Callable[[], str]]:
         f"calls-trained-{device}": partial(calls, f"calls-{device}", "GRU", "LSTM"),
         f"calls-loop-{device}": partial(calls, f"calls-{device}", "loop of"),
         f"calls-sequences-{device}": partial(calls, f"calls-{device}", "sequences of"),
-        f"calls-drawn-{device}": partial(calls, f"calls-{device}", "drawn"),
         f"calls-short-{device}": partial(calls, f"calls-{device}", "training of", "inference of"),
         f"calls-layer-{device}": partial(calls, f"calls-{device}", "Stepper", "2 layers of"),
         f"scan-{device}": partial(comparison, f"scan-{device}", share),

@@ -1,5 +1,6 @@
 """The benchmark tool: what it counts, what its runs state, and whom it names."""
 
+import itertools
 import json
 import re
 import sys
@@ -194,6 +195,20 @@ def test_training_states_the_error_of_every_gradient(tmp_path):
 def test_processors_whose_name_says_nothing_are_numbered(cpuinfo, name, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda _: cpuinfo)
     assert runs.device_name(CPU) == name
+
+
+def test_calls_that_were_timed_outlive_an_interruption(tmp_path, monkeypatch, capsys):
+    def interrupted(device):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(calls, "KINDS", (lambda device: itertools.islice(calls._scans(device), 2), interrupted))
+    path = tmp_path / "calls.json"
+    assert bench_app(["calls", "--quick", "--device", "cpu", "--json", str(path)], standalone_mode=False) == 130
+    names = [record["workload"]["name"] for record in json.loads(path.read_text())["results"]]
+    assert names == ["linear_scan (1, 1, 1)", "linear_scan (1, 1, 8)"]
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in names)
 
 
 def test_calls_are_compared_with_an_addition(tmp_path, monkeypatch):

@@ -20,23 +20,21 @@ from ostinato.states import each
 
 CALLS, ROUNDS = 50, 20  # calls per sample, fewer than fill a GPU's queue; samples, interleaved over contestants
 SAMPLE = 0.03  # seconds, for which fewer calls are enough
-DRAWN = 32  # calls of random sizes
+DRAWN = 24  # calls of random sizes
 UNIT = "torch.add(out=)"
 
 Call = Callable[[], Any]
 
 
-def calls(device: torch.device, rounds: int = ROUNDS) -> list[Record]:
+def calls(device: torch.device, rounds: int = ROUNDS) -> Iterator[Record]:
     """One record per kind of call, with the seconds of each contestant, Ostinato first."""
     torch.manual_seed(0)
     x, y, out = (torch.randn(2, 16, 64, device=device) for _ in range(3))
     unit: dict[str, Call] = {UNIT: partial(torch.add, x, y, out=out)}
-    results = []
     for name, contestants in itertools.chain(*(kind(device) for kind in KINDS)):
         seconds = _seconds(contestants | unit, device, rounds)
         rows = {who: {"seconds": value, "times_unit": value / seconds[UNIT]} for who, value in seconds.items()}
-        results.append({"workload": {"kind": "calls", "name": name}, "contestants": rows})
-    return results
+        yield {"workload": {"kind": "calls", "name": name}, "contestants": rows}
 
 
 def _seconds(contestants: dict[str, Call], device: torch.device, rounds: int) -> dict[str, float]:

@@ -84,14 +84,25 @@ def calls(
     json: Json = None,
 ) -> None:
     """What small calls and single steps cost the host, beside torch.add and torch.nn's."""
+    from rich.live import Live
+
     from ostinato.bench import calls, report, runs
+    from ostinato.files import is_stream
 
     where, console = _device(device), _console()
     path = _path(json, "calls", where)
-    content = _content(console, "calls", where, quick)
-    content["results"] = calls.calls(where, 3 if quick else calls.ROUNDS)
-    for _, alike in itertools.groupby(content["results"], key=lambda record: list(record["contestants"])):
-        console.print(report.calls(list(alike)))
+    results: list[dict[str, Any]] = []
+    content = _content(console, "calls", where, quick) | {"results": results}
+    try:
+        with Live(console=console, auto_refresh=False, transient=True) as live:  # which is still while it measures
+            for record in calls.calls(where, 3 if quick else calls.ROUNDS):
+                results.append(record)
+                live.update(f"measured {record['workload']['name']}", refresh=True)
+                if path is not None and not is_stream(path):  # so that it outlives an interruption
+                    runs.write_json(path, content)
+    finally:
+        for _, alike in itertools.groupby(results, key=lambda record: list(record["contestants"])):
+            console.print(report.calls(list(alike)))
     if path is not None:
         runs.write_json(path, content)
         console.print(f"wrote {path}", soft_wrap=True)
