@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import os
 import re
 import resource
@@ -392,9 +393,25 @@ def test_damaged_training_state(run):
         return error(run("train", "--resume", path, "--device", "cpu", "--steps", 8))
 
     assert "expected the state of a training; KeyError: 'trainer'" in resumed({})
-    assert "expected the state of a training; TypeError" in resumed(None)
+    assert "expected the state of a training as a JSON object; got NoneType" in resumed(None)
     without_curve = {name: value for name, value in trainer["trainer"].items() if name != "curve"}
     assert "expected the state of a training; KeyError: 'curve'" in resumed(trainer | {"trainer": without_curve})
+    point = trainer["trainer"]["curve"][0]
+    for changed, message in (
+        ({"step": "4"}, "step must be an int; got str"),
+        ({"step": -4}, "step must be at least 0; got -4"),
+        ({"seconds": math.nan}, "seconds must be at least 0 and finite; got nan"),
+        ({"curve": [point | {"step": None}]}, "step must be an int; got NoneType"),
+        ({"curve": [point | {"held_out_loss": "2"}]}, "held_out_loss must be a number; got str"),
+    ):
+        state = trainer["trainer"] | changed
+        found = resumed(trainer | {"trainer": state})
+        assert re.search(f"{path}: expected the state of a training; .*{message}", found)
+    assert f"{path}: expected the path of the text that it was trained on; got 5" in resumed(trainer | {"text": 5})
+    for name in ("windows", "dropout"):
+        key = f"training.{name}"
+        damaged = torch.full_like(tensors[key], 255)
+        assert f"{path}: expected the state of a training; Invalid mt19937 state" in resumed(trainer, {key: damaged})
     moment = "training.optimizer.0.exp_avg"
     expected = "optimizer.0.exp_avg should be (28, 8) of torch.float32 and is"
     assert f"{expected} (3,) of torch.float32" in resumed(trainer, {moment: torch.zeros(3)})

@@ -475,6 +475,8 @@ def test_command_complains(checkpoint, capsys, tmp_path):
         ("mingru", {}, "expected a gru or lstm to prune; got a mingru"),
         ("gru", {"digest": "another"}, "expected the text that"),
         ("gru", {"text": "gone.txt"}, "gone.txt: expected the text that"),
+        ("gru", {"text": 5}, "expected the path of the text that it was trained on; got 5"),
+        ("gru", {"trainer": []}, "expected the state of a training; AttributeError"),
     ):
         code, _, err = run(capsys, "prune", checkpoint(cell, **training), "--density", 0.1, "--device", "cpu")
         assert code == 1

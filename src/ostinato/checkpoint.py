@@ -117,6 +117,8 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
         model = _without_memory(settings, len(tensors))
     except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: expected a checkpoint's settings and vocabulary; {error}") from None
+    if not isinstance(training, dict):
+        raise ValueError(f"{path}: expected the state of a training as a JSON object; got {type(training).__name__}")
     weights, training_tensors = _with_prefix(tensors, "model."), _with_prefix(tensors, "training.")
     _check_weights(path, model, weights)
     if len(vocabulary) != settings["vocab_size"]:

@@ -15,11 +15,13 @@ def read_text(text: Path | None) -> "Corpus":
     return read_corpus(text) if text else standard_library()
 
 
-def place_of_text(checkpoint: Path, saved: str | None) -> Path | None:
+def place_of_text(checkpoint: Path, saved: object) -> Path | None:
     """Where a checkpoint says that its training's text is; None for the standard library.
 
-    Raises ValueError if nothing is there, as in another working directory.
+    Raises ValueError for what is no path, or if nothing is there, as in another working directory.
     """
+    if saved is not None and not isinstance(saved, str):
+        raise ValueError(f"{checkpoint}: expected the path of the text that it was trained on; got {saved!r}")
     if saved and not Path(saved).exists():
         raise ValueError(f"{saved}: expected the text that {checkpoint} was trained on; --text may say where it is now")
     return Path(saved) if saved else None

@@ -62,7 +62,7 @@ def prune(
         raise ValueError(f"{output} is there already: expected another --output, or --overwrite")
     if loaded.model.settings["cell"] not in ("gru", "lstm"):
         raise ValueError(f"{checkpoint}: expected a gru or lstm to prune; got a {loaded.model.settings['cell']}")
-    settings = _settings(loaded, finetune, learning_rate)
+    settings = _settings(checkpoint, loaded, finetune, learning_rate)
     ostinato.prune(copy.deepcopy(loaded.model), **options)  # complains before the work begins
     tokens = loaded.vocabulary.encode(_text_of(checkpoint, loaded, text))
     trainer = Trainer(loaded.model, tokens, settings, device=choose_device(device), precision=precision)
@@ -94,12 +94,16 @@ def _densities(text: str) -> float | list[float]:
     return values[0] if len(values) == 1 else values
 
 
-def _settings(loaded: "Checkpoint", finetune: int, learning_rate: float) -> "TrainingSettings":
+def _settings(path: Path, loaded: "Checkpoint", finetune: int, learning_rate: float) -> "TrainingSettings":
     """Of fine-tuning for so many steps; else those of the training, without which held-out parts would differ."""
     from ostinato.training import TrainingSettings
 
+    try:
+        trained = TrainingSettings(**loaded.training.get("trainer", {}).get("settings", {}))
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: expected the state of a training; {type(error).__name__}: {error}") from None
     return replace(
-        TrainingSettings(**loaded.training.get("trainer", {}).get("settings", {})),
+        trained,
         seconds=None,
         steps=max(finetune, 1),
         learning_rate=learning_rate,

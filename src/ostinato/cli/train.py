@@ -220,17 +220,15 @@ def _resume(context: typer.Context, path: Path, text: Path | None, machine: dict
         raise ValueError(f"{path}: expected a checkpoint to go on from, as last.safetensors is; it holds weights only")
     try:
         settings = TrainingSettings(**saved["trainer"]["settings"])
-        step, source, digest = saved["trainer"]["step"], saved["text"], saved["digest"]
+        source, digest = saved["text"], saved["digest"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected the state of a training; {type(error).__name__}: {error}") from None
-    given = {name for name in context.params if _is_given(context, name)}
+    steps, given = settings.steps, {name for name in context.params if _is_given(context, name)}
     for name, value in {**checkpoint.model.settings, **asdict(settings)}.items():
         if name in given - {"steps"} and context.params[name] != value:
             raise ValueError(f"{name} of {path} is {value}; got {context.params[name]}, and only steps can change")
     if "steps" in given and context.params["steps"] != settings.steps:
         settings = replace(settings, steps=context.params["steps"])
-        if step >= settings.steps:
-            raise ValueError(f"steps must be above the {step} that {path} has done; got {settings.steps}")
     if text is None:
         text = place_of_text(path, source)
     corpus = read_text(text)
@@ -238,7 +236,12 @@ def _resume(context: typer.Context, path: Path, text: Path | None, machine: dict
         raise ValueError(f"{corpus.source}: expected the text that {path} was trained on; it differs")
     tokens = checkpoint.vocabulary.encode(corpus.text)
     trainer = _trainer(checkpoint.model, tokens, settings, machine)
-    trainer.restore(saved["trainer"], checkpoint.training_tensors)
+    try:
+        trainer.restore(saved["trainer"], checkpoint.training_tensors)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if settings.steps != steps and trainer.step >= settings.steps:
+        raise ValueError(f"steps must be above the {trainer.step} that {path} has done; got {settings.steps}")
     return Run(trainer, checkpoint.vocabulary, corpus, text)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from ostinato.checks import check_integers
+from ostinato.checks import check_integers, check_numbers
 from ostinato.distributed import sequence_parallel
 from ostinato.models import LanguageModel
 from ostinato.processes import Share, part, shard_like
@@ -32,6 +32,10 @@ class Point:
     seconds: float
     train_loss: float
     held_out_loss: float
+
+    def __post_init__(self) -> None:
+        check_integers(0, step=self.step, tokens=self.tokens)
+        check_numbers(seconds=self.seconds, train_loss=self.train_loss, held_out_loss=self.held_out_loss)
 
 
 class Trainer:
@@ -229,13 +233,18 @@ class Trainer:
             state, tensors: of :meth:`state`.
 
         Raises:
-            ValueError: something is missing, or not of the shape and dtype that this trainer's model gives it.
+            ValueError: something is missing, has a value that no training has, or is not of the shape and dtype that
+                this trainer's model gives it.
         """
         try:
-            self.step, self.seconds = int(state["step"]), float(state["seconds"])
+            check_integers(0, step=state["step"])
+            check_numbers(seconds=state["seconds"])
+            if not 0 <= state["seconds"] < math.inf:
+                raise ValueError(f"seconds must be at least 0 and finite; got {state['seconds']}")
+            self.step, self.seconds = state["step"], float(state["seconds"])
             self.curve = [Point(**point) for point in state["curve"]]
             same_device = state["device"] == self.device.type
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"expected the state of a training; {type(error).__name__}: {error}") from None
         expected = self._state_layout(tensors, same_device)
         for name, layout in expected.items():
@@ -248,14 +257,17 @@ class Trainer:
         if self._rank > 0:  # the sum of all processes' sums
             self._loss_sum.zero_()
         self._restore_optimizer({name: tensors[name] for name in expected if name.startswith("optimizer.")})
-        if same_device:
-            self.generator.set_state(tensors["windows"])
-        else:
-            self.generator.manual_seed(self.settings.seed + self.step)
-        if _dropout_name(self._rank) in expected:
-            self._set_dropout_state(tensors[_dropout_name(self._rank)])
-        elif self._rank > 0:
-            self._draw_own_dropout()
+        try:
+            if same_device:
+                self.generator.set_state(tensors["windows"])
+            else:
+                self.generator.manual_seed(self.settings.seed + self.step)
+            if _dropout_name(self._rank) in expected:
+                self._set_dropout_state(tensors[_dropout_name(self._rank)])
+            elif self._rank > 0:
+                self._draw_own_dropout()
+        except RuntimeError as error:  # PyTorch's, of a generator's state
+            raise ValueError(f"expected the state of a training; {error}") from None
 
     def _restore_optimizer(self, tensors: dict[str, Tensor]) -> None:
         """Load the optimiser's state from whole tensors by name, "optimizer.NUMBER.KEY"."""
