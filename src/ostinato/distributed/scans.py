@@ -45,7 +45,7 @@ def linear_scan(
         h0: initial state of the whole sequence, (B, D), or (N, D) with ``cu_seqlens``, the same on all processes; so
             is its gradient.
         group: a process group, or a device mesh of one dimension.
-        resets: bool, (B, T): of this shard's steps.
+        resets: bool, (B, T): of this shard's steps; on all processes or on none, also where a shard has none.
         cu_seqlens: boundaries in the whole sequence, the same on all processes, independent of those of shards.
         reverse, backend: as in :func:`ostinato.linear_scan`.
 
