@@ -88,6 +88,13 @@ def train(folder, *arguments):
     return stopped.value.code
 
 
+def train_on_a_text_of_its_own(folder):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        options = ["--output", "out", *TRAIN, "--chunk-length", "4", "--steps", "2"]
+        code = train(folder, "--text", "/proc/self/stat", *options)
+    return code, said.getvalue()
+
+
 # Before what is quick, since the other worker would have nothing to do beside the last test.
 def test_a_killed_process_ends_the_job_whose_checkpoint_goes_on(tmp_path, processes):
     (tmp_path / "text.txt").write_text(TEXT)
@@ -199,6 +206,12 @@ def test_each_process_draws_its_own_dropout_and_goes_on_with_it(processes, tmp_p
 def dropped():
     trainer(dropout=0.5)
     return torch.rand(3).tolist()
+
+
+def test_processes_with_different_texts_are_refused(processes, tmp_path):
+    message = "ostinato: error: /proc/self/stat: expected the same text in all processes; it differs\n"
+    assert processes.run(2, train_on_a_text_of_its_own, tmp_path) == [(1, message)] * 2
+    assert processes.run(1, train_on_a_text_of_its_own, tmp_path) == [(0, "")]
 
 
 def test_shares_cover_everything_once():

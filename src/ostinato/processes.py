@@ -107,6 +107,17 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+def all_have(content: bytes) -> bool:
+    """Whether all processes call with the same bytes, of the same number."""
+    if not distributed.is_initialized():
+        return True
+    mine = torch.tensor(list(content))
+    bounds = torch.cat((mine, -mine))
+    distributed.all_reduce(bounds, distributed.ReduceOp.MAX)
+    greatest, negated_least = bounds.chunk(2)
+    return torch.equal(greatest, -negated_least)
+
+
 def agree(steps: int, stop: bool) -> tuple[int, bool]:
     """The first process's number of steps, and whether any process is to stop."""
     if not distributed.is_initialized():

@@ -178,11 +178,14 @@ def _start(context: typer.Context, text: Path | None, machine: dict[str, Any]) -
     import torch
 
     from ostinato.models import LanguageModel
+    from ostinato.processes import all_have
     from ostinato.text import Vocabulary
     from ostinato.training import TrainingSettings
 
     settings = TrainingSettings(**_options(context, "Training"))
     corpus = read_text(text)
+    if not all_have(bytes.fromhex(digest_of(corpus))):
+        raise ValueError(f"{corpus.source}: expected the same text in all processes; it differs")
     vocabulary = Vocabulary.of(corpus.text)
     torch.manual_seed(settings.seed)
     sizes = _options(context, "Model")
