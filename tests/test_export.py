@@ -230,6 +230,87 @@ def test_onnx_stays_finite_where_gates_are_shut(tmp_path):
     assert_same(output, layer(x)[0])
 
 
+class Projected(nn.Module):
+    """A stack of LSTMs with projections, with states and resets and without."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.lstm = ostinato.LSTM(6, 12, 2, proj_size=5, **options)
+
+    def forward(self, x, begins, h, c):
+        return self.lstm(x, (h, c), resets=begins), self.lstm(x)[0]
+
+    def given(self, steps, batch):
+        shape, layers = (batch, steps) if self.lstm.batch_first else (steps, batch), len(self.lstm._all_weights)
+        states = torch.randn(layers, batch, 5), torch.randn(layers, batch, 12)
+        return torch.randn(*shape, 6), torch.rand(shape) < 0.3, *states
+
+
+OF_PROJECTED = {"dynamic_shapes": (DYNAMIC, DYNAMIC, {1: Dim.DYNAMIC}, {1: Dim.DYNAMIC})}
+
+
+@pytest.mark.parametrize("options", [{"bias": False}, {"bidirectional": True, "batch_first": True}])
+@pytest.mark.parametrize("where", [ostinato.portable, contextlib.nullcontext])
+def test_projections_are_exported_for_any_number_of_steps(where, options):
+    torch.manual_seed(0)
+    model = Projected(**options).eval()
+    with where():
+        program = torch.export.export(model, model.given(20, 2), **OF_PROJECTED)
+    assert not [name for name in targets(program) if "ostinato" in name]
+    for size in (*SIZES, (1, 1), (4, 0)):
+        given = model.given(*size)
+        assert_same(program.module()(*given), model(*given))
+    given, found = model.given(7, 3), []
+    for run in (program.module(), model):
+        loss = sum(y.square().mean() for y in tree_leaves(run(*given)))
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert_same(*found)
+
+
+@torch.no_grad()
+def test_projections_run_in_onnx(tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    model = Projected(bidirectional=True).eval()
+    torch.onnx.export(model, model.given(20, 2), tmp_path / "model.onnx", dynamo=True, verbose=False, **OF_PROJECTED)
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    names = [argument.name for argument in session.get_inputs()]
+    for size in (*SIZES, (1, 1)):
+        given = model.given(*size)
+        arrays = dict(zip(names, (x.numpy() for x in given), strict=True))
+        assert_same(session.run(None, arrays), model(*given))
+
+
+class UnderAutocast(nn.Module):
+    """A layer with resets whose own dtype is none that kernels take under autocast."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layer = kind(6, 8, **options).double()
+
+    def forward(self, x, begins):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x, resets=begins)
+
+
+@pytest.mark.parametrize("kind", [ostinato.RNN, ostinato.GRU, ostinato.LSTM])
+def test_resets_are_exported_where_no_kernel_takes_a_layer(kind):
+    torch.manual_seed(0)
+    model = UnderAutocast(kind, num_layers=2, bidirectional=True)
+    given = torch.randn(7, 3, 6, dtype=torch.float64), torch.rand(7, 3) < 0.4
+    program = torch.export.export(model, given, dynamic_shapes=(DYNAMIC, DYNAMIC))
+    assert_same(program.module()(*given), model(*given))
+
+
+def test_exported_projections_refuse_what_the_layer_does():
+    layer, x, state = ostinato.LSTM(6, 12, proj_size=5), torch.randn(7, 3, 6), torch.zeros(1, 3, 12)
+    with pytest.raises(RuntimeError, match=r"^Expected hidden\[0\] size \(1, 3, 5\), got \[1, 3, 12\]"):
+        torch.export.export(layer, (x, (state, state)))
+    with pytest.raises(RuntimeError, match=r"^input\.size\(-1\) must be equal to input_size"):
+        torch.export.export(layer, (x[..., :4],))
+
+
 @ostinato.recurrence
 def doubling(h, x, u):
     return torch.clamp(2.0 * u * h, -1.0, 1.0) + x

@@ -10,6 +10,7 @@
 ``rows.py``          sequences as rows, whatever their layout
 ``weights.py``       the parameters, as they are at a call, and their masks
 ``torch_layers.py``  ``torch.nn``'s own forward
+``exported.py``      loops of PyTorch in exported programs, where no kernel is
 ``conversion.py``    layers of ``torch.nn`` that become this library's
 ===================  ==========================================================
 """

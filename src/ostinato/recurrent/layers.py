@@ -13,11 +13,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.checks import check_flags, check_integers, check_resets
 from ostinato.kernels.matmul.precision import autocast_dtype
-from ostinato.kernels.operators.export import node_of, proxy_among
+from ostinato.kernels.operators.export import is_traced, node_of, proxy_among
 from ostinato.kernels.persistent.backends import least_steps
 from ostinato.kernels.persistent.modes import is_vmapped
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.layers import LayerCall
+from ostinato.recurrent.exported import forward_exported
 from ostinato.recurrent.scripting import OneState, ScriptedLayers, TwoStates
 from ostinato.recurrent.sequences import LEFT_TO_TORCH, SequenceLayers
 from ostinato.recurrent.steps import StepLayers, recorded
@@ -78,6 +79,9 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
         if steps == 0:
             return self._forward_of_no_steps(input, hx)
         weights = weights_of(self)
+        is_sequence = isinstance(input, PackedSequence) or input.dim() in (2, 3)  # torch refuses others
+        if is_traced() and is_sequence and (self.proj_size or resets is not None):
+            return forward_exported(self, input, states, weights, resets)
         # Without rows there are no episodes, and no shape depends on them.
         if resets is None or not resets.numel() or resets.is_meta or isinstance(resets, FakeTensor):
             return self._forward_torch(input, hx, weights)

@@ -33,10 +33,14 @@ def is_portable() -> bool:
     return _is_portable or torch.onnx.is_in_onnx_export()
 
 
+def is_traced() -> bool:
+    """Whether an exporter traces a program operation by operation, into which it takes a loop."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
 def has_any_length(length: int | SymInt) -> bool:
     """Whether a program is traced for any number of steps, of which a loop in Python would make the example's."""
-    is_exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    return is_exporting and isinstance(length, SymInt)
+    return is_traced() and isinstance(length, SymInt)
 
 
 def write(plain: Callable, name: str, args: tuple) -> Any:

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from ostinato.kernels.operators.export import loop, refuse_packed
 from ostinato.kernels.persistent.arguments import Arguments
-from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.persistent.reference import advance
 
 # ONNX's operator of a cell, and its gates as indices into torch.nn's order.
@@ -41,27 +40,57 @@ def _owned(x: Tensor) -> Tensor:
 def _looped(given: Arguments, x: Tensor) -> tuple[Tensor, ...]:
     """From x (T, B, in): the output (T, B, H), h_n and an LSTM's c_n (B, H), as ``reference.forward`` computes them."""
     cell, weight_hh, bias_hh, _, h0, c0, sequences, _ = given.layer
-    dtype, hidden = x.dtype, weight_hh.shape[1]
-    wide = torch.promote_types(dtype, torch.float32)
-    weight = weight_hh.to(wide).T.contiguous()
-    bias = weight.new_zeros(GATES[cell] * hidden) if bias_hh is None else bias_hh.to(wide)
     initial = [h0, c0] if cell == "lstm" else [h0]
-    states = [weight.new_zeros(x.shape[1], hidden) if state is None else state.to(wide) for state in initial]
+    zero = x.new_zeros(x.shape[1], weight_hh.shape[1])
+    states = [zero if state is None else state for state in initial]
+    p = F.linear(x, given.weight_ih, given.bias_ih)
+    return looped(cell, p, states, weight_hh, bias_hh, sequences.resets, reverse=sequences.reverse)
+
+
+def looped(
+    cell: str,
+    p: Tensor,
+    states: list[Tensor],
+    weight_hh: Tensor,
+    bias_hh: Tensor | None,
+    resets: Tensor | None,
+    *,
+    reverse: bool,
+    weight_hr: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """A layer and direction as one ``scan``, computed in float32 at least.
+
+    Args:
+        p: (T, B, gates * H), the product with the input.
+        states: h and an LSTM's c before the first step, (B, H), which h is not with ``weight_hr``.
+        resets: (T * B,), of rows; in reverse, of :func:`~ostinato.episodes.in_reverse_of_rows`.
+        weight_hr: an LSTM's projection of h, (proj_size, H).
+
+    Returns:
+        The output (T, B, H or proj_size), and the states after the last step.
+    """
+    dtypes = [state.dtype for state in states]
+    wide = torch.promote_types(p.dtype, torch.float32)
+    weight = weight_hh.to(wide).T.contiguous()
+    bias = weight.new_zeros(weight.shape[1]) if bias_hh is None else bias_hh.to(wide)
+    projection = [] if weight_hr is None else [weight_hr.to(wide).T.contiguous()]
 
     def step(before: list[Tensor], inputs: list[Tensor], constants: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         p, *reset = inputs
-        weight, bias = constants
+        weight, bias, *projection = constants
         if reset:
             before = [state.masked_fill(reset[0], 0.0) for state in before]
         h, *c = advance(p.to(wide), torch.addmm(bias, before[0], weight), before[0], before[-1], cell)
-        output = h.to(dtype)
+        for weight_hr in projection:
+            h = h @ weight_hr
+        output = h.to(dtypes[0])
         return [output.to(wide), *c], output
 
-    inputs = [F.linear(x, given.weight_ih, given.bias_ih)]
-    if sequences.resets is not None:
-        inputs.append(sequences.resets.view(*x.shape[:2], 1))
-    last, output = loop(step, states, inputs, [weight, bias], reverse=sequences.reverse)
-    return output, *(state.to(dtype) for state in last)
+    inputs = [p]
+    if resets is not None:
+        inputs.append(resets.view(*p.shape[:2], 1))
+    last, output = loop(step, [x.to(wide) for x in states], inputs, [weight, bias, *projection], reverse=reverse)
+    return output, *(state.to(dtype) for state, dtype in zip(last, dtypes, strict=True))
 
 
 def _in_onnx(given: Arguments, x: Tensor) -> tuple[Tensor, ...]:
