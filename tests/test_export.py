@@ -171,6 +171,33 @@ def test_onnx_has_the_layers_as_its_own(everything, tmp_path):
         assert_same(results, everything(*given))
 
 
+class InDtype(nn.Module):
+    """A layer in a dtype, called and answering in float32."""
+
+    def __init__(self, kind, dtype):
+        super().__init__()
+        self.layer, self.dtype = kind(6, 8, bidirectional=True).to(dtype), dtype
+
+    def forward(self, x):
+        return self.layer(x.to(self.dtype))[0].float()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [ostinato.RNN, ostinato.GRU, ostinato.LSTM])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, None)])
+def test_onnx_has_the_layers_in_every_dtype(kind, dtype, atol, tmp_path):
+    runtime, onnx = pytest.importorskip("onnxruntime"), pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    model, path, x = InDtype(kind, dtype).eval(), tmp_path / "model.onnx", torch.randn(7, 3, 6)
+    torch.onnx.export(model, (torch.randn(20, 2, 6),), path, dynamic_shapes=(DYNAMIC,), dynamo=True, verbose=False)
+    if atol is None:  # ONNX Runtime has no products in bfloat16 on a CPU
+        onnx.checker.check_model(str(path), full_check=True)
+    else:
+        (output,) = runtime.InferenceSession(path).run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(output), model(x), rtol=0.0, atol=atol)
+
+
 class Halved(nn.Module):
     """A layer of half as many steps as its input."""
 
