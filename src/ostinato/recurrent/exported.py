@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.operators.export import refuse_packed
-from ostinato.kernels.persistent.plain import looped
+from ostinato.kernels.persistent.plain import looped, owned
 from ostinato.recurrent.rows import as_given, in_rows, size_of
 from ostinato.recurrent.torch_layers import state_sizes
 from ostinato.recurrent.weights import MaskedLayers
@@ -35,7 +35,7 @@ def forward_exported(
     size, directions = len(layer._all_weights[0]), 2 if layer.bidirectional else 1
     begins = [resets, None if resets is None else in_reverse_of_rows(resets, None, batch)]
     last: list[list[Tensor]] = []
-    x = rows.view(steps, batch, layer.input_size)
+    x = owned(rows).view(steps, batch, layer.input_size)
     for first in range(0, len(layer._all_weights), directions):
         if first and layer.training:
             x = F.dropout(x, layer.dropout)
@@ -51,4 +51,4 @@ def forward_exported(
             last.append(after)
         x = torch.cat(outputs, 2)
     states = [torch.stack(parts) for parts in zip(*last, strict=True)]
-    return as_given(input, x.flatten(0, 1), states, layer.batch_first)
+    return as_given(input, owned(x.flatten(0, 1)), states, layer.batch_first)

@@ -25,15 +25,15 @@ def recurrent_layer(*args: Any) -> tuple[Tensor, ...]:
     if given.offsets is not None:
         refuse_packed()
     steps, empty = given.x.shape[0] // given.batch, given.x.new_empty(0)
-    x = _owned(given.x).view(steps, given.batch, given.x.shape[1])
+    x = owned(given.x).view(steps, given.batch, given.x.shape[1])
     # ONNX's operators do not support resets, nor bfloat16, and ONNX Runtime's no float64.
     has_operator = given.resets is None and x.dtype in (torch.float32, torch.float16)
     run = _in_onnx if torch.onnx.is_in_onnx_export() and has_operator else _looped
     output, h_n, *c_n = run(given, x)
-    return _owned(output.flatten(0, 1)), h_n, *(c_n or [empty]), empty, empty
+    return owned(output.flatten(0, 1)), h_n, *(c_n or [empty]), empty, empty
 
 
-def _owned(x: Tensor) -> Tensor:
+def owned(x: Tensor) -> Tensor:
     """A contiguous copy: from a view's strides ``torch.export`` would infer bounds on dynamic sizes."""
     return x.clone(memory_format=torch.contiguous_format)
 
