@@ -589,6 +589,34 @@ def test_onnx_has_angles_and_remainders(tmp_path):
     torch.testing.assert_close(torch.from_numpy(h), winding(x, y, backend="reference")[0])
 
 
+@ostinato.recurrence
+def turning(x, magnitude, angle):
+    return torch.polar(torch.sigmoid(magnitude), angle), x
+
+
+class Turning(nn.Module):
+    """A recurrence with complex coefficients."""
+
+    def forward(self, magnitude, angle):
+        h, last = turning(torch.complex(magnitude, angle), magnitude, angle)
+        return torch.view_as_real(h), torch.view_as_real(last)
+
+
+@torch.no_grad()
+def test_complex_recurrences_run_in_onnx(tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    model, path = Turning(), tmp_path / "model.onnx"
+    shapes = {"dynamic_shapes": (DYNAMIC, DYNAMIC), "dynamo": True, "verbose": False}
+    torch.onnx.export(model, tuple(torch.randn(2, 2, 20, 4)), path, **shapes)
+    session = runtime.InferenceSession(path)
+    for batch, steps in ((3, 7), (1, 1)):
+        magnitude, angle = torch.randn(2, batch, steps, 4)
+        results = session.run(None, {"magnitude": magnitude.numpy(), "angle": angle.numpy()})
+        assert_same(results, model(magnitude, angle))
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_what_cannot_be_exported_says_so():
     layer = ostinato.MinGRU(3, 4)

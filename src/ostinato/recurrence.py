@@ -330,7 +330,8 @@ class Recurrence:
                 raise TypeError(f"{self} must return {expected}, floating-point tensors; got {describe(x)}")
             if x.dim() not in (len(shape), 1, 0) or x.shape != shape[len(shape) - x.dim() :]:
                 raise ValueError(f"{self} must be elementwise; of arguments {shape} it made {tuple(x.shape)}")
-        return tuple(x.expand(shape) for x in results)
+        # ONNX's exporter expands no complex numbers.
+        return tuple(x if x.dim() == len(shape) else x.expand(shape) for x in results)
 
     def in_order(self, arguments: tuple[Tensor, ...], named: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """All arguments by position, given some by position and the others by name."""
