@@ -27,7 +27,6 @@ def capture(
     with torch.cuda.device(device):
         for _ in range(warm_ups):
             function()
-        gc.collect()
         torch.cuda.empty_cache()  # a capture that needs memory cannot free any
         device, pool = torch.device("cuda", torch.cuda.current_device()), torch.cuda.graph_pool_handle()
         with captured(device, pool, "functions") as graph:
