@@ -276,8 +276,10 @@ class Projected(nn.Module):
 OF_PROJECTED = {"dynamic_shapes": (DYNAMIC, DYNAMIC, {1: Dim.DYNAMIC}, {1: Dim.DYNAMIC})}
 
 
-@pytest.mark.parametrize("options", [{"bias": False}, {"bidirectional": True, "batch_first": True}])
-@pytest.mark.parametrize("where", [ostinato.portable, contextlib.nullcontext])
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [(contextlib.nullcontext, {"bias": False}), (ostinato.portable, {"bidirectional": True, "batch_first": True})],
+)
 def test_projections_are_exported_for_any_number_of_steps(where, options):
     torch.manual_seed(0)
     model = Projected(**options).eval()
@@ -452,8 +454,7 @@ def inputs_of_four(batch, steps):
     return torch.randn(batch, steps, 4), torch.rand(batch, steps) < 0.2
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("where", [ostinato.portable, contextlib.nullcontext])
+@pytest.mark.parametrize(("where", "grad"), [(ostinato.portable, False), (contextlib.nullcontext, True)])
 def test_recurrences_with_weights_are_exported_for_any_number_of_steps(where, grad):
     torch.manual_seed(0)
     model = WithWeights().eval()
