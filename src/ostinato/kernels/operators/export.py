@@ -101,11 +101,23 @@ def loop(
     if torch.onnx.is_in_onnx_export():
         *last, outputs = scan_op(body, states, inputs, (*constants, *copies))
         return last, outputs
+    if torch.__version__ < "2.13":  # compared as versions
+        states = _differentiable(states, (*(x[0] for x in inputs), *constants, *copies))
     sizes = _symbols(*states, *inputs, *constants, *copies)
     *last, outputs = scan_op(body, states, inputs, (*constants, *copies, *sizes))
     # A copy that lies elsewhere: PyTorch 2.13's packages do not compile where the next operation would write its result
     # over the loop's.
     return last, torch.cat([outputs[:1], outputs])[1:]
+
+
+def _differentiable(states: list[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """The same states, with gradients if the others have some.
+
+    Where those before the first step have none, PyTorch 2.11's loops have none of the states through time.
+    """
+    numbers = [x.abs().sum() for x in (*others, *states) if x.is_floating_point() or x.is_complex()]
+    other = torch.stack([x.to(numbers[0].dtype) for x in numbers]).sum()
+    return [torch.where(torch.ones_like(x, dtype=torch.bool), x, other.to(x.dtype)) for x in states]
 
 
 def _copy(x: Tensor) -> Tensor:
