@@ -1,7 +1,6 @@
 """The host overhead of small calls: short scans, single steps, and training on short sequences."""
 
 import itertools
-import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 import ostinato
 from ostinato import diagonal
 from ostinato.bench.measure import Record
+from ostinato.bench.shapes import random_size
 from ostinato.cuda_graphs.capture import capture
 from ostinato.states import each
 
@@ -209,12 +209,9 @@ def _short_diagonal(device: torch.device) -> Iterator[tuple[str, dict[str, Call]
 
 
 def _drawn(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
-    """Short sequences through layers of random sizes, as likely within any factor of two as within another."""
+    """Short sequences through layers of random sizes."""
     draw, kinds = random.Random(0), {"RNN": (ostinato.RNN, nn.RNN), **PEERS}
-
-    def size(least: int, most: int) -> int:
-        return round(math.exp(draw.uniform(math.log(least), math.log(most))))
-
+    size = partial(random_size, draw)
     for i in range(DRAWN):
         name, trained, layers = draw.choice([*kinds]), i % 2 == 1, draw.choice((1, 1, 2))
         hidden, steps, batch = 8 * size(2, 48), size(2, 64), size(1, 64)

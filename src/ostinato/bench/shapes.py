@@ -1,5 +1,6 @@
 """Which shapes each kind of benchmark measures, and whom: a few small ones for a look, a CPU's, and a GPU's."""
 
+import functools
 import math
 import random
 from dataclasses import replace
@@ -60,9 +61,7 @@ def random_layers(device: torch.device, count: int, seed: int, quick: bool = Fal
     torch.nn's kernels are much slower at others.  One in four layers is bidirectional, and one in four packed.
     """
     on_cuda, draw = device.type == "cuda", random.Random(seed)
-
-    def size(least: int, most: int) -> int:
-        return round(math.exp(draw.uniform(math.log(least), math.log(most))))
+    size = functools.partial(random_size, draw)
 
     def layer() -> Workload:
         hidden, batch = 8 * size(2, 8 if quick else 256 if on_cuda else 64), size(1, 8 if quick else 256)
@@ -83,6 +82,11 @@ def random_layers(device: torch.device, count: int, seed: int, quick: bool = Fal
         )
 
     return [layer() for _ in range(count)]
+
+
+def random_size(draw: random.Random, least: int, most: int) -> int:
+    """One of a range, as likely within any factor of two of it as within another."""
+    return round(math.exp(draw.uniform(math.log(least), math.log(most))))
 
 
 def networks(dtype: torch.dtype, who: tuple[str, ...], *names: str) -> list[Workload]:

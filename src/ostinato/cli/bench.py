@@ -87,7 +87,6 @@ def calls(
     from rich.live import Live
 
     from ostinato.bench import calls, report, runs
-    from ostinato.files import is_stream
 
     where, console = _device(device), _console()
     path = _path(json, "calls", where)
@@ -98,8 +97,7 @@ def calls(
             for record in calls.calls(where, 3 if quick else calls.ROUNDS):
                 results.append(record)
                 live.update(f"measured {record['workload']['name']}", refresh=True)
-                if path is not None and not is_stream(path):  # so that it outlives an interruption
-                    runs.write_json(path, content)
+                _write_meanwhile(path, content)
     finally:
         for _, alike in itertools.groupby(results, key=lambda record: list(record["contestants"])):
             console.print(report.calls(list(alike)))
@@ -233,7 +231,6 @@ def _measure(
     from ostinato.bench.plots import FIGURES
     from ostinato.bench.shapes import random_layers, workloads
     from ostinato.bench.workloads import short_name
-    from ostinato.files import is_stream
 
     device, console = _device(device_name), _console()
     works = random_layers(device, *drawn, quick) if drawn else workloads(kind, device, quick, only)
@@ -261,9 +258,7 @@ def _measure(
                     tables = [report.recurrent_layers(results, device.type)]
                 else:
                     tables.append(report.workload(records))
-                # At once, so that what is measured outlives an interruption; a stream takes but one content.
-                if path is not None and not is_stream(path):
-                    runs.write_json(path, content)
+                _write_meanwhile(path, content)
     finally:
         console.print(*tables)
         compared = any(report.speedup(record) is not None for record in results)
@@ -274,6 +269,15 @@ def _measure(
         plot = plot_beside(console, content, path) if plotted and compared else None
         console.print(f"wrote {', '.join(map(str, filter(None, (path, plot))))}", soft_wrap=True)
     _fail_if(wrong)
+
+
+def _write_meanwhile(path: Path | None, content: dict[str, Any]) -> None:
+    """So that what is measured outlives an interruption; a stream takes but one content."""
+    from ostinato.bench.runs import write_json
+    from ostinato.files import is_stream
+
+    if path is not None and not is_stream(path):
+        write_json(path, content)
 
 
 def _path(json: Path | None, name: str, device: "torch.device") -> Path | None:
