@@ -118,6 +118,7 @@ TABLES: dict[str, Callable[[], str]] = {
         with_plot, drawn, "training-random-gpu", "The time of cuDNN over ours, of layers of random sizes"
     ),
     "training-random-cpu": partial(drawn, "training-random-cpu"),
+    "calls-drawn-gpu": partial(calls, "calls-gpu", "drawn"),
     "calls-drawn-cpu": partial(calls, "calls-cpu", "drawn"),
     "training-cpu": partial(layers, "training-cpu", pass_name="forward+backward"),
     "inference-cpu": partial(layers, "training-cpu"),
