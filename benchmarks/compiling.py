@@ -78,7 +78,7 @@ def sources() -> Iterator[tuple[str, Source]]:
     for cell, hidden, batch in RECURRENT:
         for dtype, backward in ((d, b) for d in (f32, bf16) for b in (False, True)):
             plan = search.choose_geometry(cell, hidden, batch, dtype, None, None, properties, backward=backward)
-            code = nvrtc.source(*source.files(plan.geometry))
+            code = source.code(plan.geometry)
             macros = source.macros(plan.geometry, keeps=not backward)
             arch = f"sm_90{source.feature(plan.geometry)}"
             yield f"{cell} {hidden}{' backward' * backward} {dtype}, {batch} sequences", (code, macros, arch)

@@ -12,7 +12,7 @@ from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
-from ostinato.kernels.persistent.cuda.source import feature, files, macros
+from ostinato.kernels.persistent.cuda.source import code, feature, macros
 from ostinato.kernels.persistent.plan import GATES, Plan
 from ostinato.kernels.persistent.sequences import Sequences
 from persistent_geometries import candidate, candidates, random_mask
@@ -178,5 +178,5 @@ def assert_matches_the_reference(case, run, tolerance):
 
 def assert_compiles(geometry, architecture="sm_90", **calls):
     """The kernel of a geometry, for calls with resets, with packed sequences, or that keep the gates."""
-    code, definitions = nvrtc.source(*files(geometry)), dict(macros(geometry, **calls))
-    assert nvrtc.compile_cubin(code, architecture + feature(geometry), definitions)[:4] == b"\x7fELF"
+    text, definitions = code(geometry), dict(macros(geometry, **calls))
+    assert nvrtc.compile_cubin(text, architecture + feature(geometry), definitions)[:4] == b"\x7fELF"

@@ -18,19 +18,22 @@ from ostinato.kernels.recurrence.linear.operator import linear_recurrence
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence, step_of
 from ostinato.kernels.recurrence.nonlinear.sequential import sequential
 from ostinato.kernels.recurrence.symbolic.tracer import following, trace
+from ostinato.kernels.recurrence.weighted.definition import with_products
+from ostinato.kernels.recurrence.weighted.operator import weighted_recurrence
 from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.replay import recording
 from ostinato.scan import COMPLEX_DTYPES, check_scan, linear_scan
 
 STATES = {"h": 1, "state": 2}  # states, by the name of the first parameter; none, a linear recurrence, for any other
-OPTIONS = ("h0", "resets", "reverse", "cu_seqlens", "backend")
+OPTIONS = ("weight_hh", "h0", "resets", "reverse", "cu_seqlens", "backend")
 
 
 def recurrence(function: Callable) -> "Recurrence":
     r"""Decorator: make a recurrence over time from the elementwise function of one step.
 
     .. math:: h_t = a(x_t) \, h_{t-1} + b(x_t) \qquad \text{or} \qquad h_t = f(h_{t-1}, x_t)
+        \qquad \text{or} \qquad h_t = f(h_{t-1}, x_t + W_{hh} h_{t-1})
 
     The function is written in elementwise PyTorch operations.  The name of its first parameter selects the kind:
 
@@ -41,10 +44,11 @@ def recurrence(function: Callable) -> "Recurrence":
     A linear recurrence is an associative scan, see :func:`ostinato.linear_scan`; others run sequentially.  On CPUs and
     NVIDIA GPUs both run in kernels generated from the function and its derivatives, which save only inputs and states;
     elsewhere, and with ``backend="torch"`` and ``"reference"``, the function itself runs in PyTorch.  Channels are
-    independent: whatever mixes them, such as a matrix product, comes before the recurrence or after.
+    independent: what mixes them comes before the recurrence or after, but for the products of a matrix with the state
+    before each step, ``weight_hh``, which kernels like those of :class:`ostinato.LSTM` keep on a GPU's chip.
 
-    The result is called as ``h, h_last = f(*arguments, h0=None, resets=None, reverse=False, cu_seqlens=None,
-    backend="auto")`` and differentiable in the arguments and ``h0``.
+    The result is called as ``h, h_last = f(*arguments, weight_hh=None, h0=None, resets=None, reverse=False,
+    cu_seqlens=None, backend="auto")`` and differentiable in the arguments, ``weight_hh`` and ``h0``.
 
     Args:
         function: of the state, if any, and of its arguments, each of which is called with a tensor (B, T, D), or
@@ -55,6 +59,8 @@ def recurrence(function: Callable) -> "Recurrence":
     Inputs: the ``arguments``, by position or by name, of the dtypes of :func:`ostinato.linear_scan`, complex ones only
     if the recurrence is linear; those of (B, T, D) are promoted to one dtype, which is the results'.  float16 and
     bfloat16 are computed in float32.
+    ``weight_hh``, (G * D, D), with a state only: to the first G arguments its products with ``h`` before the step are
+    added, its first D rows' to the first, and so on.  It is rounded to the dtype of the results.
     ``h0``, the initial state, (B, D), a pair of them for two states, zero if absent.
     ``resets``, bool, (B, T): where True, the state is zero before that step, in scan order.
     ``reverse``, ``cu_seqlens`` and ``backend`` as in :func:`ostinato.linear_scan`.
@@ -65,7 +71,7 @@ def recurrence(function: Callable) -> "Recurrence":
     Raises:
         TypeError: a function with ``self``, with parameters that are not positional, or that have a default or an
             option's name; in a call, missing or unknown arguments, one of a wrong type or dtype, a wrong return type of
-            the function, or two states that it takes for another number.
+            the function, two states that it takes for another number, or ``weight_hh`` without a state.
         ValueError: shapes, devices or boundaries that do not match, a function that is not elementwise or has an
             operation that no kernel can be generated for, with its line, or an unknown backend.
 
@@ -86,6 +92,11 @@ def recurrence(function: Callable) -> "Recurrence":
         >>> h, h_last = indrnn(torch.ones(1, 3, 1), torch.tensor([0.5]), h0=torch.tensor([[2.0]]))
         >>> h.flatten().tolist()
         [2.0, 2.0, 2.0]
+
+        >>> @ostinato.recurrence
+        ... def janet(h, f, c):  # equation 8 of van der Westhuizen and Lasenby, arXiv 1804.04849
+        ...     return torch.sigmoid(f) * h + (1 - torch.sigmoid(f - 1)) * torch.tanh(c)
+        >>> h, h_last = janet(*torch.randn(2, 2, 100, 8), weight_hh=torch.randn(16, 8))
     """
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError("torch.compile cannot trace how a recurrence is made: make it before, as in __init__")
@@ -148,6 +159,7 @@ class Recurrence:
         self,
         /,
         *arguments: Tensor,
+        weight_hh: Tensor | None = None,
         h0: Any = None,
         resets: Tensor | None = None,
         reverse: bool = False,
@@ -160,13 +172,17 @@ class Recurrence:
             arguments = self.in_order(arguments, named)
         order = Order(cu_seqlens, resets, reverse)
         first, dtype, given = self.check(arguments, h0, order, backend)
+        if weight_hh is not None:
+            arguments = self._check_weights(weight_hh, arguments, first)
         if self._has_kernels(arguments, given, backend):
             arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
+            if weight_hh is not None:
+                return self._by_weighted_kernels(weight_hh, dtype, given, (*order, backend), arguments)
             result = self._by_one_step(arguments, first, list(given.values()), order, backend)
             if result is not None:
                 return result
             return self._by_kernels(self.traced(arguments), dtype, given, (*order, backend), arguments)
-        return self._by_torch(arguments, first, dtype, given, order, backend)
+        return self._by_torch(arguments, first, dtype, given, order, backend, weight_hh)
 
     def of_layer(
         self,
@@ -249,6 +265,7 @@ class Recurrence:
         given: dict[str, Tensor],
         order: Order,
         backend: str,
+        weight_hh: Tensor | None = None,
     ) -> tuple[Any, Any]:
         """All steps, by the function itself; `first` is the index of a sequence."""
         double = backend == "reference" or dtype in (torch.float64, torch.complex128)
@@ -266,8 +283,11 @@ class Recurrence:
         if not initial:
             initial = (like.new_zeros(order.sequences(like), like.shape[2]),) * self.states
         check_cu_seqlens(order.cu_seqlens, like.shape[1])
+        weight = None if weight_hh is None else weight_hh.to(like.dtype)
 
         def step(state: list[Tensor], of_step: list[Tensor]) -> tuple[Tensor, ...]:
+            if weight is not None:
+                of_step = with_products(of_step, state[0], weight)
             return self._results(self.states, self._call(state, of_step), tuple(state[0].shape))
 
         results = [x.to(dtype) for x in sequential(step, initial, arguments, order)]
@@ -314,7 +334,22 @@ class Recurrence:
             return linear_recurrence(traced, start, *options, *arguments)
         wide = torch.promote_types(dtype, torch.float32)
         h0, c0, *_ = *(x.to(wide) for x in given.values()), None, None
-        results = nonlinear_recurrence(traced, h0, c0, *options, *arguments)
+        return self._paired(nonlinear_recurrence(traced, h0, c0, *options, *arguments))
+
+    def _by_weighted_kernels(
+        self,
+        weight_hh: Tensor,
+        dtype: torch.dtype,
+        given: dict[str, Tensor],
+        options: tuple,
+        arguments: Sequence[Tensor],
+    ) -> tuple[Any, Any]:
+        """All steps, with products of the state."""
+        weight, h0, c0, *_ = *(x.to(dtype) for x in (weight_hh, *given.values())), None, None
+        return self._paired(weighted_recurrence(self.traced(arguments), weight, h0, c0, *options, *arguments))
+
+    def _paired(self, results: Sequence[Tensor]) -> tuple[Any, Any]:
+        """The states over time and the last ones, each a pair if there are two, of an operator's results."""
         states, last = tuple(results[: self.states]), tuple(results[self.states :])
         return (states, last) if self.states == 2 else (states[0], last[0])
 
@@ -366,6 +401,23 @@ class Recurrence:
                     f"{name} must be on the device of {self.names[sequences[0]]}, {device}; got {x.device}"
                 )
         return sequences[0], functools.reduce(torch.promote_types, (arguments[k].dtype for k in sequences))
+
+    def _check_weights(self, weight_hh: Tensor, arguments: tuple[Tensor, ...], first: int) -> tuple[Tensor, ...]:
+        """The arguments, with those to which products are added as sequences, like the first of these."""
+        if not self.states:
+            raise TypeError(f"weight_hh needs a state: the first parameter of {self} would be named h or state")
+        check_floating("weight_hh", weight_hh)
+        like = arguments[first]
+        width = like.shape[2]
+        products = weight_hh.shape[0] // max(width, 1)
+        if weight_hh.dim() != 2 or weight_hh.shape != (products * width, width) or not 0 < products <= len(arguments):
+            shape = f"(G * {width}, {width}), for the first G of {len(arguments)} arguments"
+            raise ValueError(f"weight_hh must have shape {shape}; got {tuple(weight_hh.shape)}")
+        if weight_hh.device != like.device:
+            raise ValueError(
+                f"weight_hh must be on the device of {self.names[first]}, {like.device}; got {weight_hh.device}"
+            )
+        return *(x.expand_as(like) for x in arguments[:products]), *arguments[products:]
 
     def _check_states(self, h0: Any) -> dict[str, Tensor]:
         """The initial states, by their names in error messages."""

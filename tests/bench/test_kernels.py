@@ -42,14 +42,13 @@ def test_a_kernel_can_be_asked_for():
 
 
 def test_what_the_ablation_replaces_stands_in_the_kernels():
-    from ostinato.kernels.cuda import nvrtc
     from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
-    from ostinato.kernels.persistent.cuda.source import files
+    from ostinato.kernels.persistent.cuda.source import code
 
     for kernel in ablation.ALL:
         kept = None if kernel == "dense" else int(0.1 * 3 * 1024**2)
         plan = choose_geometry("gru", 1024, 4, torch.float16, kept, (16, 1), capacity.H100, path=kernel)
-        text = nvrtc.source(*files(plan.geometry))
+        text = code(plan.geometry)
         for kernels, replaced in ablation.SWITCHES.values():
             assert kernel not in kernels or all(old in text for old in replaced)
 

@@ -15,7 +15,7 @@ from ostinato.kernels.persistent.cuda import wavefront
 from ostinato.kernels.persistent.cuda.heuristics import cudnn, geometry, search
 from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
 from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers
-from ostinato.kernels.persistent.cuda.source import files, macros
+from ostinato.kernels.persistent.cuda.source import code, macros
 from ostinato.kernels.persistent.plan import GATES, Call
 from persistent_geometries import candidates
 
@@ -477,7 +477,7 @@ def test_weights_for_which_there_is_no_room_are_read_from_l2(path, layer, backwa
     assert weights == chosen.tiles * chosen.tile_bytes * chosen.blocks >= layer[3].itemsize * (layer[4] or 3 * 2048**2)
     assert f"but for {share / 1e6:.1f} MB, read from L2 at every step" in plan.reason
     pytest.importorskip("cuda.core")
-    assert nvrtc.compile_cubin(nvrtc.source(*files(chosen)), "sm_90", dict(macros(chosen)))
+    assert nvrtc.compile_cubin(code(chosen), "sm_90", dict(macros(chosen)))
 
 
 @pytest.mark.parametrize("processors", [48, 58, 108, 132, 148])  # of an RTX 3070, an L4, an A100, an H100, a B200

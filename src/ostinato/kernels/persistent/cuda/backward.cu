@@ -11,7 +11,9 @@
 
 constexpr int PREFETCH = 6;                          // steps
 constexpr int SUMMED = 64;                           // steps whose gates are summed by themselves
-constexpr int GRADS = CELL == GRU ? 4 : GATES;       // of a unit that are written
+constexpr int GRADS = CELL == GRU ? 4 : INPUTS;      // of a unit that are written
+constexpr int SUMMED_FIRST = IS_GENERATED ? GRADS : 0;  // of a step's gradients, from which on they are summed
+constexpr int TOTALS = IS_GENERATED ? Generated::PARAMETERS : GRADS;  // so many
 constexpr bool TAKES_STATE = CELL == GRU, TAKES_CELL = CELL == LSTM;
 
 // From the buffer of a step to that which is half of all away.
@@ -27,19 +29,22 @@ template <> struct Total<true> { using type = double; };
 struct Units : Block {
     const Parameters& p;
     float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be processed
-    float d[ITEMS][GRADS];       // of the gates at this step
+    float d[ITEMS][SUMMED_FIRST + TOTALS + 1];  // of the gates at this step; of a generated cell, of its parameters, too
     using Sum = typename Total<SCATTERS && EXACT>::type;
-    Sum totals[ONE_UNIT ? ADJACENT : ITEMS][GRADS] = {};  // of the gates over steps, of a unit's items in one
+    Sum totals[UNITS_OF_THREAD][TOTALS + 1] = {};  // of those over steps, of a unit's items in one
     Span spans[ITEMS] = {};
     // A step's derivatives, computed before the gradients that they multiply arrive.
     float slope[ITEMS][GATES];  // by a gate's pre-activation: of h; of c for an LSTM's i, f and g; of n's for a GRU's r
     float direct[ITEMS] = {};   // of h by the h before, not through the weights: a GRU's z
     float gate[ITEMS];          // of an LSTM's c by the c before: f; of n's pre-activation by a GRU's recurrent part: r
     float through[ITEMS];       // of an LSTM's h by its c
-    float given[ITEMS];         // the gradient of the output
+    float given[ITEMS], given_second[ITEMS];  // the gradients of the output and of a generated cell's second
+    float slopes[ITEMS][Generated::DERIVATIVES + 1], parameter[UNITS_OF_THREAD][Generated::PARAMETERS + 1];
+    bool takes_step[ITEMS];
     // As loaded: to take adjacent numbers apart is to wait for them.
     static constexpr int LOADS = ITEMS / ADJACENT;
-    Adjacent<Scalar>::Bits pre[LOADS][GATES], grad[LOADS], candidate[LOADS], before[LOADS];
+    Adjacent<Scalar>::Bits pre[LOADS][INPUTS], grad[LOADS], candidate[LOADS], before[LOADS];
+    Adjacent<Scalar>::Bits second_before[LOADS], grad_second[LOADS];
     Adjacent<float> cell[LOADS], cell_before[LOADS];
     Resets resets;  // before the step that is differentiated next
     bool begins[ITEMS] = {}, began[ITEMS];  // whether the next step to be processed, and the last, start from zero
@@ -48,8 +53,11 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             dh[i] = dc[i] = 0;
-            grad[i / ADJACENT] = {};
+            grad[i / ADJACENT] = grad_second[i / ADJACENT] = {};
             if (!owned(i)) continue;
+#pragma unroll
+            for (int k = 0; k < Generated::PARAMETERS; ++k)
+                parameter[own_unit(i)][k] = p.parameters[k * HIDDEN + unit + unit_of(i)];
             spans[i] = product.span(p, block, block % CLUSTER * UNITS + unit_of(i));
             if (p.grad_h_n) dh[i] = widen(p.grad_h_n[index(0, i)]);
             if (p.grad_c_n) dc[i] = widen(p.grad_c_n[index(0, i)]);
@@ -65,10 +73,15 @@ struct Units : Block {
             if (!live(i, rows)) continue;
             const int k = i / ADJACENT;
             const size_t at = index(rows.first, i);
-            const Scalar* gates = p.pre + index(rows.first, i, GATES);
+            const Scalar* gates = p.pre + index(rows.first, i, INPUTS);
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) pre[k][g] = Adjacent<Scalar>::bits_once(gates + g * HIDDEN);
+            for (int g = 0; g < INPUTS; ++g) pre[k][g] = Adjacent<Scalar>::bits_once(gates + g * HIDDEN);
             if (p.grad_output) grad[k] = Adjacent<Scalar>::bits_once(p.grad_output + at);
+            if constexpr (IS_GENERATED) {
+                before[k] = Adjacent<Scalar>::bits_once(p.before + at);
+                if (HAS_SECOND) second_before[k] = Adjacent<Scalar>::bits_once(p.second_before + at);
+                if (HAS_SECOND && p.grad_second) grad_second[k] = Adjacent<Scalar>::bits_once(p.grad_second + at);
+            }
             if (TAKES_STATE) {
                 candidate[k] = Adjacent<Scalar>::bits_once(p.candidate + at);
                 const bool begins_here = !has_earlier || !live(i, earlier);
@@ -100,9 +113,15 @@ struct Units : Block {
             const auto unpacked = [&](Adjacent<Scalar>::Bits loaded) {
                 return widen(Adjacent<Scalar>::of(loaded).x[j]);
             };
-            float x[GATES];
+            float x[INPUTS];
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) x[g] = unpacked(pre[k][g]);
+            for (int g = 0; g < INPUTS; ++g) x[g] = unpacked(pre[k][g]);
+            if constexpr (IS_GENERATED) {
+                const float states[] = {unpacked(before[k]), HAS_SECOND ? unpacked(second_before[k]) : 0};
+                Generated::differentiate(states, x, parameter[own_unit(i)], slopes[i]);
+                given_second[i] = unpacked(grad_second[k]);
+                takes_step[i] = live(i, rows);
+            }
             if constexpr (CELL == RNN_TANH) slope[i][0] = 1 - x[0] * x[0];
             if constexpr (CELL == RNN_RELU) slope[i][0] = x[0] > 0 ? 1 : x[0] <= 0 ? 0 : x[0];
             direct[i] = 0;
@@ -127,7 +146,7 @@ struct Units : Block {
             if (live(i, rows)) continue;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) slope[i][g] = 0;
-            direct[i] = gate[i] = 1, through[i] = given[i] = 0;
+            direct[i] = gate[i] = 1, through[i] = given[i] = given_second[i] = 0;
         }
     }
 
@@ -136,14 +155,21 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) take(slope[i][g]);
-            if (CELL == GRU || OFFSETS) take(direct[i]);
-            if (GATES > 1) take(gate[i]);
+            for (int k = 0; k < Generated::DERIVATIVES; ++k) take(slopes[i][k]);
+#pragma unroll
+            for (int g = 0; g < GATES && !IS_GENERATED; ++g) take(slope[i][g]);
+            if (CELL == GRU || (OFFSETS && !IS_GENERATED)) take(direct[i]);
+            if (GATES > 1 && !IS_GENERATED) take(gate[i]);
             if (CELL == LSTM) take(through[i]);
             take(given[i]);
-            float flag = begins[i] ? 1.0f : 0.0f;
-            if (RESETS) take(flag);
-            begins[i] = flag != 0;
+            if (IS_GENERATED && HAS_SECOND) take(given_second[i]);
+            const auto take_flag = [&](bool& x) {
+                float flag = x ? 1.0f : 0.0f;
+                take(flag);
+                x = flag != 0;
+            };
+            if (RESETS) take_flag(begins[i]);
+            if (IS_GENERATED && OFFSETS) take_flag(takes_step[i]);
         }
     }
 
@@ -161,6 +187,19 @@ struct Units : Block {
                 const int i = first + j;
                 began[i] = begins[i];
                 const float total = dh[i] + given[i];
+                if constexpr (IS_GENERATED) {
+                    const float grads[] = {total, dc[i] + given_second[i]};
+                    float of_states[] = {total, grads[1]};
+                    if (!OFFSETS || takes_step[i]) {
+                        Generated::pull(slopes[i], grads, of_states, d[i]);
+                    } else {
+#pragma unroll
+                        for (int g = 0; g < GRADS; ++g) d[i][g] = 0;
+                    }
+#pragma unroll
+                    for (int g = 0; g < GATES; ++g) published[g][j] = d[i][g];
+                    direct[i] = of_states[0], dc[i] = of_states[1];
+                }
                 if constexpr (CELL == RNN_TANH || CELL == RNN_RELU) published[0][j] = d[i][0] = total * slope[i][0];
                 if constexpr (CELL == GRU) {
                     d[i][3] = total * slope[i][2];
@@ -174,7 +213,7 @@ struct Units : Block {
                     for (int g = 0; g < GATES; ++g) published[g][j] = d[i][g] = (g == 3 ? total : dc[i]) * slope[i][g];
                     dc[i] *= gate[i];
                 }
-                dh[i] = total * direct[i];
+                dh[i] = IS_GENERATED ? direct[i] : total * direct[i];
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) published[g][j] = owned(i) ? published[g][j] : 0;
             }
@@ -211,11 +250,13 @@ struct Units : Block {
             for (int g = 0; g < GRADS; ++g) {
                 float of_gate[ADJACENT];
 #pragma unroll
-                for (int j = 0; j < ADJACENT; ++j) {
-                    of_gate[j] = d[i + j][g];
-                    totals[ONE_UNIT ? j : i + j][g] += of_gate[j];
-                }
+                for (int j = 0; j < ADJACENT; ++j) of_gate[j] = d[i + j][g];
                 adjacent_bits(of_gate).store(grads + g * HIDDEN);
+            }
+#pragma unroll
+            for (int g = 0; g < TOTALS; ++g) {
+#pragma unroll
+                for (int j = 0; j < ADJACENT; ++j) totals[own_unit(i + j)][g] += d[i + j][SUMMED_FIRST + g];
             }
         }
     }
@@ -244,7 +285,9 @@ struct Units : Block {
             const size_t row = rows.first + sequence + s, at = row * HIDDEN + u;
             if (sequence + s >= rows.live) return;
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) prefetch(p.pre + row * (GATES * HIDDEN) + g * HIDDEN + u);
+            for (int g = 0; g < INPUTS; ++g) prefetch(p.pre + row * (INPUTS * HIDDEN) + g * HIDDEN + u);
+            if (IS_GENERATED) prefetch(p.before + at);
+            if (IS_GENERATED && HAS_SECOND) prefetch(p.second_before + at);
             if (p.grad_output) prefetch(p.grad_output + at);
             if (TAKES_STATE) prefetch(p.candidate + at), prefetch(p.h + at);
             if (TAKES_CELL) prefetch(p.cells + at);
@@ -256,7 +299,7 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
             p.grad_h0[index(0, i)] = bits(dh[i]);
-            if (CELL == LSTM) p.grad_c0[index(0, i)] = bits(dc[i]);
+            if (HAS_SECOND) p.grad_c0[index(0, i)] = bits(dc[i]);
         }
     }
 
@@ -268,9 +311,9 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
 #pragma unroll
-            for (int g = 0; g < GRADS; ++g) {
-                Sum& latest = totals[ONE_UNIT ? i % ADJACENT : i][g];
-                float* all = p.totals + index(0, i, GRADS) + g * HIDDEN;
+            for (int g = 0; g < TOTALS; ++g) {
+                Sum& latest = totals[own_unit(i)][g];
+                float* all = p.totals + index(0, i, TOTALS) + g * HIDDEN;
                 if (SCATTERS || iteration < SUMMED) *all = latest;
                 else atomicAdd(all, latest);  // which, unlike a load, nobody waits for
                 latest = 0;

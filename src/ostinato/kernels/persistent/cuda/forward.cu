@@ -19,8 +19,9 @@ template <typename T> __device__ inline T in_register(T x) {
 struct Units : Block {
     const Parameters& p;
     float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
+    float parameter[UNITS_OF_THREAD][Generated::PARAMETERS + 1];
     Resets resets;  // before this step; from the update on before the next
-    Adjacent<Scalar> projected[ITEMS / ADJACENT][GATES];
+    Adjacent<Scalar> projected[ITEMS / ADJACENT][INPUTS];
     Span spans[ITEMS][GATES] = {};
 
     __device__ Units(const Parameters& p, const Product& product, int block, Block owned_by) : Block(owned_by), p(p) {
@@ -36,6 +37,9 @@ struct Units : Block {
                 spans[i][g] = product.span(p, block, g * UNITS + unit_of(i));
                 if (p.bias) bias[i][g] = widen(p.bias[g * HIDDEN + unit + unit_of(i)]);
             }
+#pragma unroll
+            for (int k = 0; k < Generated::PARAMETERS; ++k)
+                parameter[own_unit(i)][k] = p.parameters[k * HIDDEN + unit + unit_of(i)];
             if (p.h0) h[i] = widen(p.h0[index(0, i)]);
             if (p.c0) c[i] = widen(p.c0[index(0, i)]);
         }
@@ -52,17 +56,26 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
-            const Scalar* pre = p.pre + index(rows.first, i, GATES);
+            const Scalar* pre = p.pre + index(rows.first, i, INPUTS);
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) projected[i / ADJACENT][g] = Adjacent<Scalar>::load_once(pre + g * HIDDEN);
+            for (int g = 0; g < INPUTS; ++g) projected[i / ADJACENT][g] = Adjacent<Scalar>::load_once(pre + g * HIDDEN);
         }
     }
 
     // The state after a step, and the cell state or, of a GRU, the candidate's recurrent part.
     __device__ float next(int i, const float (&s)[GATES], float& cell) {
-        float x[GATES];
+        float x[INPUTS];
 #pragma unroll
-        for (int g = 0; g < GATES; ++g) x[g] = widen(projected[i / ADJACENT][g].x[i % ADJACENT]);
+        for (int g = 0; g < INPUTS; ++g) x[g] = widen(projected[i / ADJACENT][g].x[i % ADJACENT]);
+        if constexpr (IS_GENERATED) {
+            const float before[] = {h[i], cell};
+            float after[] = {0, 0};
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) x[g] += s[g];
+            Generated::forward(before, x, parameter[own_unit(i)], after);
+            cell = after[1];
+            return after[0];
+        }
         if constexpr (CELL == RNN_TANH) return hyperbolic_tangent(x[0] + s[0]);
         if constexpr (CELL == RNN_RELU) return x[0] + s[0] < 0 ? 0 : x[0] + s[0];
         if constexpr (KEEPS_GATES) {
@@ -142,6 +155,7 @@ struct Units : Block {
                 for (int j = 0; j < ADJACENT; ++j) cells.x[j] = c[i + j];
                 cells.store(p.cells + at);
             }
+            if (IS_GENERATED && HAS_SECOND) adjacent_bits(c + i).store(p.second + at);
             if constexpr (KEEPS_GATES) {
                 if (CELL == GRU) adjacent_bits(c + i).store(p.candidates + at);
                 Scalar* gates = p.gates + index(rows.first, i, GATES);
@@ -161,12 +175,12 @@ struct Units : Block {
     }
     template <typename Function> __device__ void each_result(Function take) {
         take(h[0]);
-        if (KEEPS_GATES || CELL == LSTM) take(c[0]);
+        if (KEEPS_GATES || HAS_SECOND) take(c[0]);
         if (KEEPS_GATES) each_projected(take);
     }
     template <typename Function> __device__ void each_projected(Function take) {
 #pragma unroll
-        for (int g = 0; g < GATES; ++g) {
+        for (int g = 0; g < INPUTS; ++g) {
             float x = widen(projected[0][g].x[0]);
             take(x);
             projected[0][g].x[0] = x;
@@ -177,9 +191,9 @@ struct Units : Block {
         each_sector([&](int s, int u) {
             if (!STATE_BUFFERS) prefetch(state + state_offset(u * sizeof(Scalar), s));
             if (sequence + s >= rows.live) return;
-            const Scalar* pre = p.pre + (rows.first + sequence + s) * (GATES * HIDDEN) + u;
+            const Scalar* pre = p.pre + (rows.first + sequence + s) * (INPUTS * HIDDEN) + u;
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) prefetch(pre + g * HIDDEN);
+            for (int g = 0; g < INPUTS; ++g) prefetch(pre + g * HIDDEN);
         });
     }
 
@@ -188,7 +202,7 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
             p.h_n[index(0, i)] = bits(h[i]);
-            if (CELL == LSTM) p.c_n[index(0, i)] = bits(c[i]);
+            if (HAS_SECOND) p.c_n[index(0, i)] = bits(c[i]);
         }
     }
 };

@@ -17,15 +17,18 @@ from ostinato.kernels.persistent.arguments import Layer
 from ostinato.kernels.persistent.cuda import biases
 from ostinato.kernels.persistent.cuda.heuristics.geometry import THREADS, Geometry
 from ostinato.kernels.persistent.cuda.packing import Packing, pack
-from ostinato.kernels.persistent.cuda.source import feature, files, macros
+from ostinato.kernels.persistent.cuda.source import code, feature, macros
 
 _POINTERS = (
     *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
     *("output", "cells", "gates", "candidates", "h_n", "c_n", "candidate", "h", "grad_output", "grad_h_n"),
     *("grad_c_n", "grads", "grad_h0", "grad_c0", "resets", "marks", "flags", "sums", "totals"),
+    *("parameters", "second", "before", "second_before", "grad_second"),
 )
 _NOWHERE = dict.fromkeys(_POINTERS, 0)
-_IN_PAIRS = {"pre", "h0", "cells", "candidate", "h", "grad_output", "weight"}  # loaded two numbers at a time, aligned
+_IN_PAIRS = {  # loaded two numbers at a time, aligned
+    *("pre", "h0", "cells", "candidate", "h", "grad_output", "weight", "before", "second_before", "grad_second")
+}
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q6i")
 
 
@@ -42,7 +45,7 @@ def kernels(geometry: Geometry, device: int, resets: bool, packed: bool, keeps: 
     Raises MemoryError if the device cannot hold all blocks at once.
     """
     properties: Any = torch.cuda.get_device_properties(device)
-    compiled = (nvrtc.source(*files(geometry)), macros(geometry, resets, packed, keeps, directions), device)
+    compiled = (code(geometry), macros(geometry, resets, packed, keeps, directions), device)
     if geometry.backward:
         nvrtc.compile_ahead(*biases.source(geometry.dtype), device)
     prepare, recur = (nvrtc.load_kernel(name, *compiled, feature(geometry)) for name in ("prepare", "recur"))

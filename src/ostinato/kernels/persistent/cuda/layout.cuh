@@ -9,8 +9,11 @@
 // With SHARES_WORK, where a block within clusters has few units, some of its warps only update them, and others do the
 // rest of the elementwise work; see gather.cu and scatter.cu.
 
-enum CellKind { RNN_TANH, RNN_RELU, GRU, LSTM };
-constexpr int GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
+enum CellKind { RNN_TANH, RNN_RELU, GRU, LSTM, GENERATED };
+constexpr bool IS_GENERATED = CELL == GENERATED;  // see generated.cuh
+constexpr int GATES = IS_GENERATED ? Generated::PRODUCTS : CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
+constexpr int INPUTS = IS_GENERATED ? Generated::SEQUENCES : GATES;  // of a unit at a step, in `pre`
+constexpr bool HAS_SECOND = CELL == LSTM || Generated::STATES == 2;  // a state beside h
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // with 255 registers each: all that a multiprocessor has
 constexpr int WORD = 8 / sizeof(Scalar);         // numbers in 8 bytes
@@ -44,7 +47,7 @@ struct Parameters {
                                   // is 0 those of the first state and of each step
     const int* offsets;           // (steps + 1), with OFFSETS: of the rows of each step; else all have `batch` rows
     int* failure;                 // set to 1 if a wait timed out
-    const Scalar* pre;            // (rows, GATES * HIDDEN): forward the input's part; backward pre-activations, or an
+    const Scalar* pre;            // (rows, INPUTS * HIDDEN): forward the input's part; backward pre-activations, or an
                                   // RNN's states
     const Scalar *h0, *c0;        // (batch, HIDDEN), or null for zeros
     Pack* output;                 // (rows, HIDDEN), forward
@@ -62,7 +65,12 @@ struct Parameters {
     unsigned* marks;              // (words of 32 steps, batch): the same as bits, in the order in which steps are taken
     unsigned* flags;              // (groups, BLOCKS), and
     float4* sums;                 // (groups, BLOCKS, CLUSTER, ...), backward: of wide batches, see wide.cuh
-    float* totals;                // (batch, GRADS * HIDDEN), backward: sums of grads over steps, and over sequences
+    float* totals;                // (batch, TOTALS * HIDDEN), backward: sums over steps, of grads or of the gradients
+                                  // of a generated cell's parameters
+    const float* parameters;      // (PARAMETERS, HIDDEN), of a generated cell, and of it the next four:
+    Pack* second;                 // (rows, HIDDEN), forward: its second state, if it has two
+    const Scalar *before, *second_before;  // (rows, HIDDEN), backward: the states before each step
+    const Scalar* grad_second;    // (rows, HIDDEN), or null for zeros
     int steps, batch, groups, columns;  // columns: sequences of a group
     int first, reverse;                 // the first sequence of this launch
 };
@@ -114,6 +122,8 @@ struct Block {
     __device__ int unit_of(int i) const {
         return ONE_UNIT ? unsigned(thread * ADJACENT) % UNITS + i % ADJACENT : unsigned(item(i)) % UNITS;
     }
+    static constexpr int UNITS_OF_THREAD = ONE_UNIT ? ADJACENT : ITEMS;
+    __device__ static int own_unit(int i) { return ONE_UNIT ? i % ADJACENT : i; }  // of an item, among these
     __device__ int sequence_of(int i) const {
         if (!ONE_UNIT) return unsigned(item(i)) / UNITS;
         return unsigned(thread * ADJACENT) / UNITS + i / ADJACENT * (OWNERS * ADJACENT / UNITS);

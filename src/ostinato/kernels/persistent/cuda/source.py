@@ -4,12 +4,21 @@ import itertools
 
 import torch
 
+from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.cuda.nvrtc import Macros
 from ostinato.kernels.persistent.cuda.heuristics.geometry import SCALARS, WARPS, Geometry
 
+_COMMON = "cuda/numeric.cuh", "cuda/barriers.cuh"
 
-def files(geometry: Geometry) -> tuple[str, ...]:
-    """The CUDA files of a kernel, in the order in which they are compiled."""
+
+def code(geometry: Geometry) -> str:
+    """The text of a kernel: its files, and before them the cell, if it is generated, or else one in its place."""
+    cell = nvrtc.source("persistent/cuda/generated.cuh") if geometry.generated is None else geometry.generated.code
+    return nvrtc.source(*_COMMON) + cell + nvrtc.source(*_files(geometry))
+
+
+def _files(geometry: Geometry) -> tuple[str, ...]:
+    """The CUDA files of a kernel after the cell, in the order in which they are compiled."""
     if geometry.wide:
         kernel = "backward_wide.cu" if geometry.backward else "forward_wide.cu"
         return _paths("layout.cuh", "exchange.cuh", "wide.cuh", "wide_product.cuh", "wide_loops.cuh", kernel)
@@ -32,7 +41,7 @@ def files(geometry: Geometry) -> tuple[str, ...]:
 
 
 def _paths(*names: str) -> tuple[str, ...]:
-    return ("cuda/numeric.cuh", "cuda/barriers.cuh", *(f"persistent/cuda/{name}" for name in names))
+    return tuple(f"persistent/cuda/{name}" for name in names)
 
 
 def macros(

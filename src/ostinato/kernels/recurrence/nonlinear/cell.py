@@ -28,20 +28,20 @@ struct Cell {{
 @functools.lru_cache(maxsize=1024)
 def print_cell(trace: Trace) -> str:
     """The struct that ``steps.cu`` walks along."""
-    arguments = _names_of(trace, "x", "parameter")
+    arguments = names_of(trace, "x", "parameter")
     given = [f"h[{k}]" for k in range(trace.states)] + arguments
-    gradients = [f"grad_h[{k}]" for k in range(trace.states)] + _names_of(trace, "grad_x", "grad_parameter")
+    gradients = [f"grad_h[{k}]" for k in range(trace.states)] + names_of(trace, "grad_x", "grad_parameter")
     return _CELL.format(
         states=trace.states,
         sequences=sum(trace.sequences),
         parameters=trace.sequences.count(False),
-        forward=_body(trace.forward, given, [f"next[{k}]" for k in range(trace.states)]),
-        jacobian=_body(trace.jacobian, given, [f"result[{k}]" for k in range(trace.states**2)]),
-        backward=_body(trace.backward, [*given, *(f"grad[{k}]" for k in range(trace.states))], gradients),
+        forward=body_of(trace.forward, given, [f"next[{k}]" for k in range(trace.states)]),
+        jacobian=body_of(trace.jacobian, given, [f"result[{k}]" for k in range(trace.states**2)]),
+        backward=body_of(trace.backward, [*given, *(f"grad[{k}]" for k in range(trace.states))], gradients),
     )
 
 
-def _names_of(trace: Trace, of_sequence: str, of_parameter: str) -> list[str]:
+def names_of(trace: Trace, of_sequence: str, of_parameter: str) -> list[str]:
     """What each argument is called."""
     counts = {True: 0, False: 0}
     names = []
@@ -51,6 +51,6 @@ def _names_of(trace: Trace, of_sequence: str, of_parameter: str) -> list[str]:
     return names
 
 
-def _body(graph: Graph, inputs: list[str], outputs: list[str]) -> str:
+def body_of(graph: Graph, inputs: list[str], outputs: list[str]) -> str:
     results = (f"        {y} = {name_of(graph, i)};" for y, i in zip(outputs, graph.outputs, strict=True))
     return "\n".join([lines_of(graph, inputs), *results])

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from ostinato.kernels.persistent.cuda.heuristics.geometry import THREADS, WARPS, Geometry, ceil_div
-from ostinato.kernels.persistent.plan import GATES
 
 SECTOR = 32  # bytes, of the L2 cache
 
@@ -168,7 +167,7 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     step += cost.lines * max(0, geometry.blocks - 32) / geometry.columns / 1e2
     step += cost.shared * geometry.columns / 8 if geometry.units * geometry.dtype.itemsize % SECTOR else 0
     step += cost.traffic * geometry.groups * geometry.columns * row / 1e6
-    step += cost.partial * GATES[geometry.cell] / 10 if items > geometry.owners and items % geometry.owners else 0
+    step += cost.partial * geometry.products / 10 if items > geometry.owners and items % geometry.owners else 0
     step += cost.uneven if uneven else 0
     if geometry.path == "sparse":
         step += _SECOND_LOAD * geometry.tiles / 1e3 if geometry.state_bytes > 16 else 0

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from ostinato.kernels.persistent.cuda.heuristics.geometry import REGISTERS, WARPS, Geometry, Strips, ceil_div
-from ostinato.kernels.persistent.plan import GATES
 
 
 def most_streamed(properties: Any) -> float:
@@ -77,7 +76,7 @@ def _fill_scattering(geometry: Geometry) -> Geometry | None:
     rows = ceil_div(geometry.row_tiles, WARPS)
     sums = rows * (8 + 4 * _chains(rows))
     splits = geometry.exact and geometry.dtype == torch.float32
-    others = 40 + 12 * GATES[geometry.cell] + 2 * geometry.cluster + 32 * splits
+    others = 40 + 12 * geometry.products + geometry.registers_of_generated + 2 * geometry.cluster + 32 * splits
     fits = geometry.tiles <= (REGISTERS - sums - others) // 4
     return geometry._replace(in_registers=geometry.tiles) if fits and geometry.shares_work else None
 
@@ -116,8 +115,9 @@ def _registers_beside_states(geometry: Geometry) -> int:
     count = 4 * products * _chains(products) + 20 + 4 * sequence_tiles
     if geometry.dtype == torch.float32:
         count += 32 if geometry.exact else 20
-    if geometry.backward and geometry.block_groups == 1:  # else others update
-        count += max(24, 6 * geometry.gates)
+    if geometry.block_groups == 1:  # else others update
+        count += max(24, 6 * geometry.gates) if geometry.backward else 0
+        count += geometry.registers_of_generated
     if geometry.takes_fewer:  # what each step makes of the number of sequences; it is kept where there is room
         more = geometry.cluster > 1 if geometry.backward else 2 * (geometry.cell == "lstm" or geometry.has_half_tiles)
         count += 4 * more  # beside what a cluster's blocks send, a cell's state, or a tile taken twice

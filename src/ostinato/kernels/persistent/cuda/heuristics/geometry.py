@@ -58,11 +58,29 @@ class Strips(NamedTuple):
     tiles: tuple[int, ...]  # of a warp's first share, of its second, ...
 
 
+class Generated(NamedTuple):
+    """The cell of a recurrence of the user's own, see ``generated.cuh``, and what of it registers must hold."""
+
+    code: str  # of the struct Generated
+    products: int  # with the recurrent matrix
+    sequences: int  # what a unit is given at every step
+    parameters: int
+    states: int
+    derivatives: int  # of a step that are kept until the gradients of its states arrive
+
+    def registers(self, backward: bool) -> int:
+        """What a thread keeps of a unit of a sequence, beside what it keeps of as many gates of another cell."""
+        if not backward:
+            return self.sequences - self.products + self.parameters
+        kept = self.derivatives + 2 * self.sequences + 2 * self.parameters + 4 * self.states
+        return max(0, kept - 6 * self.products)
+
+
 class Geometry(NamedTuple):
     """How the units and sequences of a layer are divided among the blocks of a persistent kernel."""
 
     path: KernelPath
-    cell: str
+    cell: str  # of GATES, or "generated"
     hidden_size: int
     dtype: torch.dtype
     units: int  # hidden units per block
@@ -84,12 +102,19 @@ class Geometry(NamedTuple):
     # Of the block product alone.
     strips: Strips = Strips(1, ())
 
+    generated: Generated | None = None  # the cell, if it is none of GATES
+
     # Units, sequences and blocks.
+
+    @property
+    def products(self) -> int:
+        """Rows of the recurrent matrix for each unit."""
+        return GATES[self.cell] if self.generated is None else self.generated.products
 
     @property
     def rows(self) -> int:
         """Rows of a block's part of the matrix; backward of the transposed one, for all units of the cluster."""
-        return self.cluster * self.units if self.backward else GATES[self.cell] * self.units
+        return self.cluster * self.units if self.backward else self.products * self.units
 
     @property
     def pitch(self) -> int:
@@ -103,7 +128,7 @@ class Geometry(NamedTuple):
             whole = 8 * 16
         elif self.block_groups > 1:
             whole = self.cluster * WARPS * 64 // self.dtype.itemsize
-            whole //= math.gcd(whole, GATES[self.cell] if self.backward else 1)
+            whole //= math.gcd(whole, self.products if self.backward else 1)
         return round_up(self.hidden_size, whole)
 
     @property
@@ -151,8 +176,8 @@ class Geometry(NamedTuple):
     def slice(self) -> int:
         """Numbers of a sequence that a block multiplies: the exchanged vector, or its slice of it in a cluster."""
         if self.scatters:
-            return GATES[self.cell] * self.units
-        width = GATES[self.cell] * self.pitch if self.backward else self.pitch
+            return self.products * self.units
+        width = self.products * self.pitch if self.backward else self.pitch
         return width if self.cluster == 1 else round_up(ceil_div(width, self.cluster), 64 // self.dtype.itemsize)
 
     @property
@@ -178,7 +203,7 @@ class Geometry(NamedTuple):
     @property
     def tagged(self) -> bool:
         """Whether exchanged numbers show their step."""
-        padded = self.backward and self.cluster * self.slice > GATES[self.cell] * self.pitch  # with what nobody writes
+        padded = self.backward and self.cluster * self.slice > self.products * self.pitch  # with what nobody writes
         rounded = self.dtype == torch.float32 and not self.exact and self.path != "sparse"
         return rounded and not padded and not self.distributed
 
@@ -211,7 +236,7 @@ class Geometry(NamedTuple):
 
         In float32, and of an RNN, which has little to load, this was measured to take longer.
         """
-        narrow = self.path == "dense" and self.dtype.itemsize == 2 and GATES[self.cell] > 1 and not self.distributed
+        narrow = self.path == "dense" and self.dtype.itemsize == 2 and self.products > 1 and not self.distributed
         even = self.hidden_size % 2 == self.units % 2 == self.units * self.capacity % (2 * self.owners) == 0
         return 2 if narrow and even else 1
 
@@ -223,12 +248,20 @@ class Geometry(NamedTuple):
     @property
     def gates(self) -> int:
         """Gates that a thread computes."""
-        return ceil_div(self.units * self.capacity, self.owners) * GATES[self.cell]
+        return ceil_div(self.units * self.capacity, self.owners) * self.products
 
     @property
     def shares_work(self) -> bool:
         """Whether some warps only update units, and others do the rest of the elementwise work; see ``gather.cu``."""
         return self.distributed and self.units * self.capacity <= THREADS // 2
+
+    @property
+    def _handed(self) -> int:
+        """Numbers of a unit that threads which share the work of a step hand to each other."""
+        if self.generated is None:
+            return self.products + 5 + 4
+        _, _, sequences, parameters, states, derivatives = self.generated
+        return derivatives + 5 + sequences + parameters if self.backward else sequences + 1 + states
 
     @property
     def registers(self) -> int:
@@ -238,7 +271,13 @@ class Geometry(NamedTuple):
         if self.block_groups == 1:
             return REGISTERS
         updating = 40 + 8 * self.gates if self.backward else 18 + 7 * self.gates
-        return 256 - round_up(updating + 8 * self.is_uneven, 8)
+        return 256 - round_up(updating + self.registers_of_generated + 8 * self.is_uneven, 8)
+
+    @property
+    def registers_of_generated(self) -> int:
+        """Registers that a thread needs for the units that it updates beside those for another cell's gates."""
+        items = ceil_div(self.units * self.capacity, self.owners)
+        return 0 if self.generated is None else items * self.generated.registers(self.backward)
 
     # Tiles of weights.
 
@@ -355,5 +394,5 @@ class Geometry(NamedTuple):
         if self.block_groups > 1:  # what is multiplied is copied there, with a barrier for each part
             state += self.slice * self.columns * self.dtype.itemsize + 16 * self.column_parts
         if self.shares_work:  # operands and results of updates, on their way from thread to thread
-            state += 2 * (GATES[self.cell] + 5 + 4) * round_up(self.units * self.capacity, 32) * 4
+            state += 2 * self._handed * round_up(self.units * self.capacity, 32) * 4
         return sums + state + mail + self.in_shared * self.tile_bytes

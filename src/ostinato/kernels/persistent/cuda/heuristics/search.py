@@ -16,6 +16,7 @@ from ostinato.kernels.persistent.cuda.heuristics.geometry import (
     THREADS,
     WARPS,
     ZERO_PLACES,
+    Generated,
     Geometry,
     ceil_div,
     round_up,
@@ -45,7 +46,7 @@ def _coverings(start: Geometry, batch: int, device: Device, share: int) -> Itera
     for cluster in clusters:
         pitch = start._replace(cluster=cluster).pitch
         resident = resident_blocks(device, cluster) // share
-        parts = cluster if start.backward else GATES[start.cell]  # rows of a block for each of its units
+        parts = cluster if start.backward else start.products  # rows of a block for each of its units
         numbers = {ceil_div(batch, n) for n in range(ceil_div(batch, largest), batch + 1)}
         for columns in sorted({n if n <= 8 else round_up(n, 8) for n in numbers}):  # beyond 8, whole tiles
             all_groups = ceil_div(batch, columns)
@@ -60,7 +61,7 @@ def _coverings(start: Geometry, batch: int, device: Device, share: int) -> Itera
                 for units in sorted(_units_of_block(start, least, parts)):
                     covering = start._replace(units=units, columns=columns, groups=groups, cluster=cluster)
                     # Blocks of a cluster stay in step only if each one's slice contains data that others write.
-                    is_whole = (cluster - 1) * covering.slice < GATES[start.cell] * pitch
+                    is_whole = (cluster - 1) * covering.slice < start.products * pitch
                     if units >= least and covering.blocks <= blocks and is_whole:
                         yield covering
 
@@ -101,7 +102,7 @@ def _ping_pong(start: Geometry, batch: int, device: Device, share: int) -> Itera
     processors = device.multi_processor_count // share
     exact = start.exact and start.dtype == torch.float32
     start = start._replace(block_groups=2)
-    if GATES[start.cell] > 1 and not exact and start.pitch * start.dtype.itemsize >= LEAST_COPIED:
+    if start.products > 1 and not exact and start.pitch * start.dtype.itemsize >= LEAST_COPIED:
         for covering in _coverings(start, round_up(ceil_div(batch, 2), 8), device, share):
             shared = covering.blocks * covering.groups * covering.block_groups > processors
             if shared and covering.columns % 8 == covering.pitch % covering.units == 0:
@@ -301,6 +302,7 @@ def choose_geometry(
     backward: bool = False,
     exact: bool = True,
     distributed: bool = True,
+    generated: Generated | None = None,
 ) -> Plan:
     """A fast way to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm") in one direction of time.
 
@@ -314,6 +316,7 @@ def choose_geometry(
         backward: whether the gradients go back through time, or the states forward.
         exact: whether float32 products must not be rounded to tf32.
         distributed: whether states may stay in the shared memory of clusters.
+        generated: the cell, if it is "generated".
     """
     processors, shared = properties.multi_processor_count, properties.shared_memory_per_block_optin
     available = processors * (properties.regs_per_multiprocessor * 4 + shared)
@@ -323,13 +326,15 @@ def choose_geometry(
         return no_kernel(reason, available)
     if properties.major < 8:
         return no_kernel("persistent kernels need compute capability 8.0", available)
-    weights = GATES[cell] * hidden_size**2
+    weights = (GATES[cell] if generated is None else generated.products) * hidden_size**2
     density = 1.0 if mask_nnz is None else mask_nnz / weights
     paths: list[KernelPath] = ["dense"]
     if mask_nnz is not None and hidden_size < 2**16 - ZERO_PLACES:
         paths += ["sparse"] if block in (None, (1, 1)) else ["block", "sparse"]
     starts = tuple(
-        Geometry(name, cell, hidden_size, dtype, 0, 0, 0, backward, exact) for name in paths if path in (None, name)
+        Geometry(name, cell, hidden_size, dtype, 0, 0, 0, backward, exact, generated=generated)
+        for name in paths
+        if path in (None, name)
     )
     device = Device(*(getattr(properties, name) for name in Device._fields))
 

@@ -1,0 +1,43 @@
+"""The definition of a recurrence with recurrent weights, one step after the other in PyTorch operations."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.kernels.recurrence.arguments import initial_states
+from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
+from ostinato.kernels.recurrence.symbolic.graph import evaluate
+from ostinato.kernels.recurrence.symbolic.trace import parse
+from ostinato.kernels.scan import order_of
+
+
+def with_products(arguments: Sequence[Tensor], h: Tensor, weight_hh: Tensor) -> list[Tensor]:
+    """The arguments of one step, (B, D) or (D,), to the first of which the weights' products with h are added."""
+    products = F.linear(h, weight_hh).chunk(weight_hh.shape[0] // weight_hh.shape[1], -1)
+    sums = [x + product for x, product in zip(arguments, products, strict=False)]
+    return [*sums, *arguments[len(sums) :]]
+
+
+def by_steps(
+    recurrence: str,
+    weight_hh: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+    *arguments: Tensor,
+) -> tuple[Tensor, ...]:
+    """As the operator ``weighted_recurrence``; differentiable."""
+    trace, like = parse(recurrence), arguments[0]
+    wide = compute_dtype(backend, like)
+    weight = weight_hh.to(wide)
+
+    def step(before: list[Tensor], of_step: list[Tensor]) -> Sequence[Tensor]:
+        return evaluate(trace.forward, [*before, *with_products(of_step, before[0], weight)])
+
+    initial = [x.to(wide) for x in initial_states(trace, like, h0, c0, cu_seqlens)]
+    stepped = sequential(step, initial, [x.to(wide) for x in arguments], order_of(cu_seqlens, resets, reverse))
+    return tuple(x.to(like.dtype) for x in stepped)

@@ -1,0 +1,117 @@
+"""All steps of a recurrence with recurrent weights in one launch, which keeps the weights on an NVIDIA GPU's chip.
+
+The kernels are those of RNN, GRU and LSTM around another cell.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.matmul.precision import layers_allow_tf32
+from ostinato.kernels.operators import eager
+from ostinato.kernels.persistent import arguments
+from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
+from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
+from ostinato.kernels.persistent.cuda.launch import compile_kernels, launch
+from ostinato.kernels.recurrence.symbolic.trace import Trace
+from ostinato.kernels.recurrence.weighted.cell import print_cell
+from ostinato.kernels.recurrence.weighted.layer import Layer
+
+
+class Persistent:
+    """See :class:`~ostinato.kernels.recurrence.weighted.layer.Executor`."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+
+    def forward(self, layer: Layer, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        batch, width = layer.sequences.batch, layer.weight_hh.shape[1]
+        states = [rows.new_empty(len(rows), width) for _ in range(layer.trace.states)]
+        last = [rows.new_empty(batch, width) for _ in states]
+        tensors = {"pre": rows, "parameters": _parameters(layer)}
+        tensors |= dict(zip(("output", "second"), states, strict=False))
+        tensors |= dict(zip(("h_n", "c_n"), last, strict=False))
+        launch(self._geometry, (_arguments(layer), tensors))
+        return states, last
+
+    def backward(
+        self,
+        layer: Layer,
+        rows: Tensor,
+        before: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        grads_last: Sequence[Tensor | None],
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        batch, width, count = layer.sequences.batch, layer.weight_hh.shape[1], len(layer.parameters)
+        found, totals = torch.empty_like(rows), rows.new_empty(batch, count, width, dtype=torch.float32)
+        of_initial = [rows.new_empty(batch, width) for _ in before]
+        tensors = {"pre": rows, "parameters": _parameters(layer), "grads": found, "totals": totals}
+        tensors |= dict(zip(("before", "second_before"), before, strict=False))
+        tensors |= dict(zip(("grad_output", "grad_second"), grads, strict=False))
+        tensors |= dict(zip(("grad_h_n", "grad_c_n"), grads_last, strict=False))
+        tensors |= dict(zip(("grad_h0", "grad_c0"), of_initial, strict=False))
+        launch(self._geometry, (_arguments(layer), tensors))
+        return found, totals.sum(0), of_initial
+
+
+def executor_of(layer: Layer, like: Tensor, backward: bool) -> Persistent | None:
+    """Who runs a layer in one direction of time, if its weights fit on the chip; `like` is a sequence."""
+    products, width = layer.exchanged // layer.weight_hh.shape[1], layer.weight_hh.shape[1]
+    _, offsets, resets, _ = layer.sequences
+    sizes = products, width, layer.sequences.batch, like.dtype, like.get_device()
+    variant = resets is not None, offsets is not None, layers_allow_tf32(like.device, like.dtype)
+    both = not backward and eager.current_call.differentiated
+    geometries = _geometries(layer.trace, *sizes, *variant, (False, True) if both else (backward,))
+    return None if geometries is None else Persistent(geometries[0])
+
+
+@functools.lru_cache(4096)
+def _geometries(
+    trace: Trace,
+    products: int,
+    width: int,
+    batch: int,
+    dtype: torch.dtype,
+    index: int,
+    resets: bool,
+    packed: bool,
+    tf32: bool,
+    passes: tuple[bool, ...],
+    distributed: bool = True,
+) -> list[Geometry] | None:
+    """The geometries of the passes, forward or backward, that have kernels; None if the first has none.
+
+    ``distributed``: whether states may stay in the shared memory of clusters.
+    """
+    if nvrtc.why_no_cuda():
+        return None
+    properties, cell = torch.cuda.get_device_properties(index), print_cell(trace, products)
+    found = []
+    for backward in passes:
+        given: Any = "generated", width, batch, dtype, None, None, properties
+        plan = choose_geometry(*given, backward=backward, exact=not tf32, distributed=distributed, generated=cell)
+        if plan.has_kernel:
+            found.append(plan.geometry)
+        elif not found:
+            return None
+    try:
+        compile_kernels(index, resets, packed, False, 1, *found)
+    except (MemoryError, nvrtc.DoesNotCompile):
+        call = trace, products, width, batch, dtype, index, resets, packed, tf32
+        if any(geometry.distributed for geometry in found):
+            return _geometries(*call, passes, False)
+        return _geometries(*call, passes[:1]) if len(passes) > 1 else None
+    return found
+
+
+def _arguments(layer: Layer) -> arguments.Layer:
+    h0, c0 = [*(layer.initial or ()), None, None][:2]
+    return arguments.Layer("generated", layer.weight_hh.contiguous(), None, None, h0, c0, layer.sequences)
+
+
+def _parameters(layer: Layer) -> Tensor | None:
+    return torch.stack([x.to(torch.float32) for x in layer.parameters]) if layer.parameters else None
