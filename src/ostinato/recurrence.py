@@ -94,7 +94,7 @@ def recurrence(function: Callable) -> "Recurrence":
         [2.0, 2.0, 2.0]
 
         >>> @ostinato.recurrence
-        ... def janet(h, f, c):  # equation 8 of van der Westhuizen and Lasenby, arXiv 1804.04849
+        ... def janet(h, f, c):  # van der Westhuizen and Lasenby, arXiv 1804.04849
         ...     return torch.sigmoid(f) * h + (1 - torch.sigmoid(f - 1)) * torch.tanh(c)
         >>> h, h_last = janet(*torch.randn(2, 2, 100, 8), weight_hh=torch.randn(16, 8))
     """

@@ -120,8 +120,8 @@ def _backward_impl(
     sequences, parameters = by_kind(trace.sequences, arguments)
     like, initial = sequences[0], (h0, c0)[: trace.states]
     if like.numel() == 0:
-        of_last = or_zeros(grads_last, last_shape(like, cu_seqlens))
-        of_initial = [or_empty(None if x is None else g.clone(), like) for x, g in zip(initial, of_last, strict=True)]
+        last = or_zeros(grads_last, last_shape(like, cu_seqlens))
+        of_initial = [or_empty(None if x is None else g.clone(), like) for x, g in zip(initial, last, strict=True)]
         zeros = [torch.zeros_like(x) for x in (weight_hh, *arguments)]
         return [zeros[0], *[*of_initial, like.new_empty(0)][:2], *zeros[1:]]
     rows = Rows(like, order_of(cu_seqlens, resets, reverse))
