@@ -550,8 +550,8 @@ X, C = torch.randn(2, 5, 3), torch.randn(3)
 
 
 def test_its_signature_is_that_of_a_call():
-    options = "weight_hh: torch.Tensor | None = None, h0: Any = None, resets: torch.Tensor | None = None, reverse: bool = False, "
-    options += "cu_seqlens: torch.Tensor | None = None, backend: str = 'auto'"
+    options = "weight_hh: torch.Tensor | None = None, h0: Any = None, resets: torch.Tensor | None = None, "
+    options += "reverse: bool = False, cu_seqlens: torch.Tensor | None = None, backend: str = 'auto'"
     assert str(inspect.signature(rotated)) == f"(x, u, v, *, {options})"
     assert str(inspect.signature(rg_lru)) == f"(x, r, i, log_lambda, *, {options})"
 
