@@ -29,7 +29,7 @@ template <> struct Total<true> { using type = double; };
 struct Units : Block {
     const Parameters& p;
     float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be processed
-    float d[ITEMS][SUMMED_FIRST + TOTALS + 1];  // of the gates at this step; of a generated cell, of its parameters, too
+    float d[ITEMS][SUMMED_FIRST + TOTALS + 1];  // of the gates at this step, and of a generated cell's parameters
     using Sum = typename Total<SCATTERS && EXACT>::type;
     Sum totals[UNITS_OF_THREAD][TOTALS + 1] = {};  // of those over steps, of a unit's items in one
     Span spans[ITEMS] = {};
