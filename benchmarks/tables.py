@@ -99,11 +99,17 @@ TABLES: dict[str, Callable[[], str]] = {
         layers,
         "training-gpu",
         lambda work: (
-            work["length"] < 2000 and not work.get("resets") and (work["layers"] == 1 or work["bidirectional"])
+            work["length"] not in (256, 2000)
+            and not work.get("resets")
+            and (work["layers"] == 1 or work["bidirectional"])
         ),
         "forward+backward",
     ),
     "training-resets": partial(layers, "training-gpu", lambda work: work.get("resets", 0) > 0, "forward+backward"),
+    "training-equations": partial(
+        layers, "training-gpu", lambda work: work["length"] == 256, "forward+backward", ("Ostinato in a CUDA graph",)
+    ),
+    "training-equations-cpu": partial(layers, "training-cpu", lambda work: work["length"] == 64, "forward+backward"),
     "training-flashrnn": partial(
         layers, "flashrnn-gpu", lambda work: work["layers"] == 1 and not work["resets"], "forward+backward"
     ),
@@ -120,7 +126,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-random-cpu": partial(drawn, "training-random-cpu"),
     "calls-drawn-gpu": partial(calls, "calls-gpu", "drawn"),
     "calls-drawn-cpu": partial(calls, "calls-cpu", "drawn"),
-    "training-cpu": partial(layers, "training-cpu", pass_name="forward+backward"),
+    "training-cpu": partial(layers, "training-cpu", lambda work: work["length"] != 64, "forward+backward"),
     "inference-cpu": partial(layers, "training-cpu"),
     "bounds-scan": partial(kernels.bounds, "scan-gpu"),
     "bounds-layer": partial(kernels.bounds, "layer-gpu"),

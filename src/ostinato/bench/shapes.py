@@ -34,8 +34,11 @@ SPARSE = (*GRAPHS, "cuSPARSE")
 KERNELS = ("Ostinato, dense kernel", "Ostinato, sparse kernel", "Ostinato, block kernel")
 IN_GRAPHS = (*CUDNN, "Ostinato in a CUDA graph")
 FLASHRNN = (*IN_GRAPHS, "flashrnn")
+FROM_EQUATION = (OURS, "Ostinato, from its equation", "its equation in a loop", "torch.nn")
+IN_GRAPHS_FROM_EQUATION = (*FROM_EQUATION, "its equation in a loop in a CUDA graph", "torch.nn in a CUDA graph")
 EPISODES = (*PLAIN, "Ostinato in a CUDA graph")  # to cut sequences the host must know where they end
 PRUNED: dict[str, Any] = {"density": 0.1, "block": (16, 1)}
+EQUATIONS_ON_HOST = (128, 4), (256, 16)  # units and sequences
 HOST: dict[str, Any] = {"dtype": f32, "who": PLAIN}
 PRUNED_ON_HOST = PRUNED | HOST
 
@@ -120,6 +123,7 @@ QUICK: dict[str, list[Workload]] = {
     "training": [
         *(Training(cell, 256, 1, 200, dtype=f32, who=IN_GRAPHS) for cell in ("GRU", "LSTM")),
         Training("LSTM", 64, 4, 50, dtype=f32, layers=2, bidirectional=True, shortest=10, who=IN_GRAPHS),
+        Training("LSTM", 64, 4, 64, dtype=f32, who=FROM_EQUATION),
     ],
     "networks": networks(f32, PLAIN, "LPCNet"),
     "training-sweep": [
@@ -152,6 +156,8 @@ ON_CPU: dict[str, list[Workload]] = {
         *(Training(cell, 256, *sizes, **HOST) for cell in CELLS for sizes in ((1, 1000), (16, 200))),
         Training("GRU", 256, 1, 1000, **PRUNED_ON_HOST),
         *(Training(cell, 256, 16, 200, shortest=50, **HOST) for cell in ("GRU", "LSTM")),
+        # Recurrences with the equations of these cells.
+        *(Training(cell, *sizes, 64, dtype=f32, who=FROM_EQUATION) for cell in CELLS for sizes in EQUATIONS_ON_HOST),
         # Dense layers without gradient, over hidden size.
         *(
             RecurrentLayer(cell, hidden, *sizes, **HOST)
@@ -282,6 +288,12 @@ ON_CUDA: dict[str, list[Workload]] = {
         # Pruned layers larger than the chip.
         Training("LSTM", 4608, 4, 512, dtype=f16, who=IN_GRAPHS, **PRUNED),
         *(Training("LSTM", hidden, 4, 512, dtype=f16, density=0.1, who=IN_GRAPHS) for hidden in (4608, 6144)),
+        # Recurrences with the equations of these cells.
+        *(
+            Training(cell, hidden, batch, 256, dtype=dtype, tf32=dtype == f32, who=IN_GRAPHS_FROM_EQUATION)
+            for cell in CELLS
+            for hidden, batch, dtype in ((256, 64, f32), (512, 64, bf16), (1024, 16, bf16))
+        ),
         # What resets cost, beside the same without.
         Training("GRU", 512, 256, 128, dtype=bf16, resets=0.03, who=EPISODES),
         Training("GRU", 512, 256, 128, dtype=bf16, who=IN_GRAPHS),

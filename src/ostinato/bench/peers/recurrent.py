@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import ostinato
 from ostinato.bench.peers.prepare import Build, captured, import_peer, need_cuda, over_time
 from ostinato.bench.workloads import OURS, RECURRENT, RecurrentLayer, Run, Unavailable, name_of
 from ostinato.kernels.persistent.plan import KernelPath
 
+FROM_EQUATION = "Ostinato, from its equation"
 PLANNED = "is what the plan chooses"  # why a kernel is not measured under its own name
 
 
@@ -162,6 +164,49 @@ def flashrnn(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
     return work.run(call, data, weights)
 
 
+@ostinato.recurrence
+def rnn(h: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
+@ostinato.recurrence
+def gru(h: Tensor, r: Tensor, z: Tensor, n_h: Tensor, n_x: Tensor) -> Tensor:
+    z = torch.sigmoid(z)
+    return (1 - z) * torch.tanh(n_x + torch.sigmoid(r) * n_h) + z * h
+
+
+@ostinato.recurrence
+def lstm(state: tuple[Tensor, Tensor], i: Tensor, f: Tensor, g: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+    _, c = state
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+EQUATIONS = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
+
+
+def from_equation(backend: str, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
+    """A user's own recurrence with the layer's equation, in generated kernels or, by "torch", in a loop."""
+    if not (work.is_plain and work.density == 1):
+        raise Unavailable("written for one dense layer and direction, not packed, without resets")
+    recurrence, hidden = EQUATIONS[work.cell], work.hidden
+    weights = tuple(work.torch_layer(data, work.dtype).parameters())
+
+    def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        weight_ih, weight_hh, bias_ih, bias_hh = weights
+        added = F.pad(bias_hh[: 2 * hidden], (0, hidden)) if work.cell == "GRU" else bias_hh
+        arguments = F.linear(x, weight_ih, bias_ih + added).transpose(0, 1).chunk(work.gates, -1)
+        if work.cell == "GRU":
+            arguments = *arguments[:2], bias_hh[2 * hidden :], arguments[2]
+        first: Any = tuple(state[0] for state in states) if work.cell == "LSTM" else states[0][0]
+        output, last = recurrence(*arguments, weight_hh=weight_hh, h0=first, backend=backend)
+        if work.cell != "LSTM":
+            output, last = (output,), (last,)
+        return output[0].transpose(0, 1), *(state[None] for state in last)
+
+    return work.run(call, data, weights)
+
+
 def in_a_graph(build: Build, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
     """Another contestant's pass as a CUDA graph."""
     need_cuda(data[0])
@@ -180,6 +225,9 @@ EVERYONE: dict[str, Build] = {
     "cuSPARSE": partial(loop_of_steps, True),
     "torchrl": torchrl,
     "flashrnn": flashrnn,
+    FROM_EQUATION: partial(from_equation, "auto"),
+    "its equation in a loop": partial(from_equation, "torch"),
+    "its equation in a loop in a CUDA graph": partial(in_a_graph, partial(from_equation, "torch")),
     "Ostinato, dense kernel": partial(ours, "dense"),
     "Ostinato, sparse kernel": partial(ours, "sparse"),
     "Ostinato, block kernel": partial(ours, "block"),

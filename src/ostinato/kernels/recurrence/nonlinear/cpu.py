@@ -17,6 +17,7 @@ from ostinato.kernels.cpu.threads import run_loop, threads_for
 from ostinato.kernels.recurrence.arguments import Call
 from ostinato.kernels.recurrence.nonlinear.loop import Arrays, print_loop
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse, with_state
+from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.cpu import blocks_of, compute_dtype, constant, initial_state, rows
 
 WIDTH = 64  # channels that a block has at least
@@ -137,8 +138,72 @@ def steps_backward(
     return of_parameters, grad_h0
 
 
+class StepsOfRows:
+    """Steps of a recurrence whose sequences are rows, one step after the other, forward or backward.
+
+    A call takes the sequences that have a step through it: those whose rows are the first of it.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        rows: Tensor,
+        parameters: Sequence[Tensor],
+        state: Sequence[Tensor],
+        others: dict[str, Sequence[Tensor | None]],
+        backward: bool,
+    ) -> None:
+        """Prepare steps.
+
+        Args:
+            trace: of the recurrence.
+            rows: the arguments' rows, side by side, (rows, N * D), in float32 or float64, as is all else.
+            parameters: (D,) each.
+            state: the states before the first step, (sequences, D), which become those after each step in place; or
+                backward their gradients.
+            others: rows of the loop's other arrays, by their names in it without number; None for zeros.
+            backward: whether the gradients are taken.
+        """
+        count, width = state[0].shape
+        named = {"x": rows.split(width, -1), **others}
+        self._moving = []
+        arrays: dict[str, Any] = {}
+        for kind, tensors in named.items():
+            arrays[kind] = []
+            for k, x in enumerate(tensors):
+                if x is None:
+                    arrays[kind].append(constant(0.0, (count, 1, width), rows.dtype))
+                    continue
+                arrays[kind].append(x[:count] if kind == "first" else x[:count, None])
+                self._moving.append((f"{kind}{k}", x.data_ptr(), x.stride(0) * x.itemsize))
+        sequences = arrays.pop("x")
+        if backward:
+            arrays |= {"h": arrays["grad_x"][:1] * trace.states}  # of which a single step needs none
+            arrays |= {"sum": [torch.zeros_like(state[0]) for _ in parameters]}
+            arrays |= {"total": [torch.zeros_like(x, dtype=torch.float64) for x in arrays["sum"]]}
+            self.totals = arrays["total"]
+        call = Call(trace, sequences, parameters, None, Order())
+        self._kept = rows, state, arrays
+        self._loop, self._work, self._threads = _prepared(call, backward, state, arrays)
+
+    def __call__(self, step: slice) -> None:
+        """Take the step of these rows."""
+        work = self._work
+        for name, address, row in self._moving:
+            setattr(work, name, address + step.start * row)
+        work.next_task, work.sequences = 0, step.stop - step.start
+        run_loop(self._loop, work, self._threads)
+
+
 def _run(call: Call, backward: bool, state: Sequence[Tensor], others: dict[str, Sequence[Tensor]]) -> None:
     """Call the loop on the arrays of the call, of the states that it keeps, and others, by their names in the loop."""
+    run_loop(*_prepared(call, backward, state, others))
+
+
+def _prepared(
+    call: Call, backward: bool, state: Sequence[Tensor], others: dict[str, Sequence[Tensor]]
+) -> tuple[Any, ctypes.Structure, int]:
+    """The loop of :func:`_run`, what it is called with, and by how many threads."""
     trace, sequences, parameters, _, (cu_seqlens, resets, reverse) = call
     (count, channels), dtype = state[0].shape, state[0].dtype
     packed, bounds = cu_seqlens is not None, None
@@ -170,7 +235,8 @@ def _run(call: Call, backward: bool, state: Sequence[Tensor], others: dict[str, 
         resets_t=0 if resets is None else resets.stride(1),
         **_addresses(work_type, named, packed),
     )
-    run_loop(loop, work, threads)
+    work._kept = named, bounds
+    return loop, work, threads
 
 
 def _addresses(work_type: type[ctypes.Structure], named: dict[str, Tensor], packed: bool) -> dict[str, int]:

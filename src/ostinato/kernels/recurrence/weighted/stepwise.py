@@ -1,12 +1,11 @@
 """A matrix product and a generated loop or kernel for every step, for what no persistent kernel fits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ostinato.kernels.recurrence.arguments import Call
-from ostinato.kernels.recurrence.backends import NonlinearKernels, nonlinear_kernels_on
 from ostinato.kernels.recurrence.weighted.layer import Layer
 from ostinato.kernels.scan import Order
 
@@ -15,23 +14,19 @@ _ONE_STEP = Order()
 
 def forward(layer: Layer, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """See :class:`~ostinato.kernels.recurrence.weighted.layer.Executor`."""
-    trace, sequences = layer.trace, layer.sequences
-    kernels, work = _kernels_on(rows.device.type), _widened(rows)
-    weight, width = layer.weight_hh.to(work.dtype).T, layer.weight_hh.shape[1]
-    parameters = [x.to(work.dtype) for x in layer.parameters]
+    trace, sequences, exchanged = layer.trace, layer.sequences, layer.exchanged
+    work, width = _widened(rows), layer.weight_hh.shape[1]
+    weight, parameters = layer.weight_hh.to(work.dtype).T, [x.to(work.dtype) for x in layer.parameters]
     states = [work.new_empty(len(rows), width) for _ in range(trace.states)]
     carried = _carried(layer.initial, trace.states, work.new_zeros(sequences.batch, width))
+    advance = _advancing(layer, work, parameters, carried, states)
     for step in sequences.steps(rows):
-        before = [x[: step.stop - step.start] for x in carried]
+        live = step.stop - step.start
         if sequences.resets is not None:
-            for x in before:
-                x.masked_fill_(sequences.resets[step, None], 0.0)
-        own = work[step]
-        own[:, : layer.exchanged].addmm_(before[0], weight)
-        _, after = kernels.steps(Call(trace, _arguments(own, width), parameters, before, _ONE_STEP))
-        for rows_of, x, y in zip(states, before, after, strict=True):
-            rows_of[step] = y
-            x.copy_(y)
+            for x in carried:
+                x[:live].masked_fill_(sequences.resets[step, None], 0.0)
+        work[step, :exchanged].addmm_(carried[0][:live], weight)
+        advance(step)
     return [x.to(rows.dtype) for x in states], [x.to(rows.dtype) for x in carried]
 
 
@@ -43,35 +38,21 @@ def backward(
     grads_last: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """See :class:`~ostinato.kernels.recurrence.weighted.layer.Executor`."""
-    trace, sequences = layer.trace, layer.sequences
-    kernels, work = _kernels_on(rows.device.type), _widened(rows)
-    weight, width = layer.weight_hh.to(work.dtype), layer.weight_hh.shape[1]
-    parameters, before = [x.to(work.dtype) for x in layer.parameters], [_widened(x) for x in before]
-    found, zeros = torch.empty_like(work), work.new_zeros(sequences.batch, width)
-    carried = _carried(grads_last, trace.states, zeros)
-    of_parameters = work.new_zeros(len(parameters), width)
+    trace, sequences, exchanged = layer.trace, layer.sequences, layer.exchanged
+    work, width = _widened(rows), layer.weight_hh.shape[1]
+    weight, parameters = layer.weight_hh.to(work.dtype), [x.to(work.dtype) for x in layer.parameters]
+    found = torch.empty_like(work)
+    carried = _carried(grads_last, trace.states, work.new_zeros(sequences.batch, width))
+    given = [None if x is None else _widened(x) for x in grads]
+    go_back, totals = _going_back(layer, work, parameters, carried, [*map(_widened, before)], given, found)
     for step in reversed(sequences.steps(rows)):
-        of_states = [x[: step.stop - step.start] for x in carried]
-        for x, grad in zip(of_states, grads, strict=True):
-            if grad is not None:
-                x += grad[step]
-        first = [x[step] for x in before]
-        call = Call(trace, _arguments(work[step], width), parameters, first, _ONE_STEP)
-        own, nothing = found[step], [None] * trace.states
-        states = [x[:, None] for x in first]  # of which a single step needs none
-        more, of_first = kernels.steps_backward(call, states, nothing, of_states, _arguments(own, width))
-        of_parameters += more
-        earlier = of_first or []  # never none, as the states before it are given
-        earlier[0].addmm_(own[:, : layer.exchanged], weight)
-        for x, y in zip(of_states, earlier, strict=True):
-            x.copy_(y if sequences.resets is None else y.masked_fill_(sequences.resets[step, None], 0.0))
-    return found.to(rows.dtype), of_parameters, [x.to(rows.dtype) for x in carried]
-
-
-def _kernels_on(device_type: str) -> NonlinearKernels:
-    kernels = nonlinear_kernels_on("auto", device_type)
-    assert kernels is not None, "elsewhere the function itself runs"
-    return kernels
+        live = step.stop - step.start
+        go_back(step)
+        carried[0][:live].addmm_(found[step, :exchanged], weight)
+        if sequences.resets is not None:
+            for x in carried:
+                x[:live].masked_fill_(sequences.resets[step, None], 0.0)
+    return found.to(rows.dtype), totals(), [x.to(rows.dtype) for x in carried]
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -83,6 +64,67 @@ def _carried(given: Sequence[Tensor | None] | None, count: int, zeros: Tensor) -
     return [zeros.clone() if x is None else x.to(zeros.dtype, copy=True) for x in given or [None] * count]
 
 
-def _arguments(rows: Tensor, width: int) -> list[Tensor]:
-    """Those of a step, as sequences of one step."""
-    return [x[:, None] for x in rows.split(width, -1)]
+def _advancing(
+    layer: Layer, work: Tensor, parameters: list[Tensor], carried: list[Tensor], states: list[Tensor]
+) -> Callable[[slice], None]:
+    """What takes the carried states through the step of some rows, in place, and writes them to those of `states`."""
+    if work.is_cpu:
+        from ostinato.kernels.recurrence.nonlinear.cpu import StepsOfRows
+
+        return StepsOfRows(layer.trace, work, parameters, carried, {"out": states}, backward=False)
+    from ostinato.kernels.recurrence.nonlinear import cuda
+
+    def advance(step: slice) -> None:
+        before = [x[: step.stop - step.start] for x in carried]
+        _, after = cuda.steps(Call(layer.trace, _sequences(layer, work[step]), parameters, before, _ONE_STEP))
+        for own, x, y in zip(states, before, after, strict=True):
+            own[step] = y
+            x.copy_(y)
+
+    return advance
+
+
+def _going_back(
+    layer: Layer,
+    work: Tensor,
+    parameters: list[Tensor],
+    carried: list[Tensor],
+    before: list[Tensor],
+    grads: list[Tensor | None],
+    found: Tensor,
+) -> tuple[Callable[[slice], None], Callable[[], Tensor]]:
+    """What takes the carried gradients back through a step but for its product, and writes the arguments' to `found`.
+
+    And what returns the parameters' in the end.
+    """
+    if work.is_cpu:
+        from ostinato.kernels.recurrence.nonlinear.cpu import StepsOfRows
+
+        width = carried[0].shape[1]
+        others = {"first": before, "grad_h": grads, "grad_x": found.split(width, -1)}
+        steps = StepsOfRows(layer.trace, work, parameters, carried, others, backward=True)
+        return steps, lambda: torch.stack(steps.totals).sum(1) if parameters else work.new_empty(0, width)
+    from ostinato.kernels.recurrence.nonlinear import cuda
+
+    totals = work.new_zeros(len(parameters), carried[0].shape[1])
+    nothing = [None] * layer.trace.states
+
+    def go_back(step: slice) -> None:
+        after = [x[: step.stop - step.start] for x in carried]
+        for x, grad in zip(after, grads, strict=True):
+            if grad is not None:
+                x += grad[step]
+        first = [x[step] for x in before]
+        call = Call(layer.trace, _sequences(layer, work[step]), parameters, first, _ONE_STEP)
+        states = [x[:, None] for x in first]  # of which a single step needs none
+        more, earlier = cuda.steps_backward(call, states, nothing, after, _sequences(layer, found[step]))
+        totals.add_(more)
+        for x, y in zip(after, earlier or [], strict=True):
+            x.copy_(y)
+
+    return go_back, lambda: totals
+
+
+def _sequences(layer: Layer, rows: Tensor) -> list[Tensor]:
+    """The arguments of a step, as sequences of one step."""
+    return [x[:, None] for x in rows.split(layer.weight_hh.shape[1], -1)]
