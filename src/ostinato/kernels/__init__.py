@@ -8,7 +8,7 @@
 ``cpu/``          what kernels on CPUs share: compilation by Numba, threads, memory, arithmetic
 ``matmul/``       products of matrices
 ``scan/``         scans, by several backends
-``recurrence/``   recurrences written as PyTorch functions
 ``persistent/``   RNN, GRU and LSTM, with the recurrent weights close to the processor
+``recurrence/``   recurrences written as PyTorch functions
 ================  ================================================================================
 """
