@@ -13,6 +13,7 @@ from torch import Tensor
 from ostinato.checks import FLOAT_DTYPES, check_floating, describe
 from ostinato.kernels.operators import export
 from ostinato.kernels.operators.eager import is_eager
+from ostinato.kernels.recurrence.arguments import by_kind
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence, step_of
@@ -346,7 +347,12 @@ class Recurrence:
     ) -> tuple[Any, Any]:
         """All steps, with products of the state."""
         weight, h0, c0, *_ = *(x.to(dtype) for x in (weight_hh, *given.values())), None, None
-        return self._paired(weighted_recurrence(self.traced(arguments), weight, h0, c0, *options, *arguments))
+        sequences, parameters = by_kind([x.dim() == 3 for x in arguments], arguments)
+        # Joined as the kernels take them, time-major.
+        joined = torch.cat([x.transpose(0, 1) for x in sequences], -1).transpose(0, 1)
+        per_channel = torch.cat(parameters) if parameters else joined.new_empty(0)
+        traced = self.traced(arguments)
+        return self._paired(weighted_recurrence(traced, weight, joined, per_channel, h0, c0, *options))
 
     def _paired(self, results: Sequence[Tensor]) -> tuple[Any, Any]:
         """The states over time and the last ones, each a pair if there are two, of an operator's results."""

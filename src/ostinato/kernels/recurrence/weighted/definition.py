@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.recurrence.arguments import initial_states
+from ostinato.kernels.recurrence.arguments import initial_states, split
 from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
 from ostinato.kernels.recurrence.symbolic.trace import parse
@@ -22,16 +22,19 @@ def with_products(arguments: Sequence[Tensor], h: Tensor, weight_hh: Tensor) -> 
 def by_steps(
     recurrence: str,
     weight_hh: Tensor,
+    sequences: Tensor,
+    parameters: Tensor,
     h0: Tensor | None,
     c0: Tensor | None,
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
     backend: str,
-    *arguments: Tensor,
 ) -> tuple[Tensor, ...]:
     """As the operator ``weighted_recurrence``; differentiable."""
-    trace, like = parse(recurrence), arguments[0]
+    trace = parse(recurrence)
+    arguments = split(trace, (sequences, parameters if False in trace.sequences else None))
+    like = arguments[0]
     wide = compute_dtype(backend, like)
     weight = weight_hh.to(wide)
 

@@ -15,14 +15,14 @@ class Layer(NamedTuple):
     Attributes:
         trace: the function's, whose first arguments are sequences.
         weight_hh: (G * D, D), whose products with the state before a step are added to the first G arguments.
-        parameters: the arguments per channel, (D,).
+        parameters: the arguments per channel, (P, D).
         initial: the states before the first steps, (sequences, D); None for zeros.
         sequences: of the rows.
     """
 
     trace: Trace
     weight_hh: Tensor
-    parameters: Sequence[Tensor]
+    parameters: Tensor
     initial: Sequence[Tensor] | None
     sequences: Sequences
 
@@ -36,7 +36,7 @@ class Executor(Protocol):
     """``stepwise.py``, and on a GPU ``persistent.py``."""
 
     def forward(self, layer: Layer, rows: Tensor, /) -> tuple[list[Tensor], list[Tensor]]:
-        """The states after every step, (rows, D), and after the last, (sequences, D); may overwrite the rows."""
+        """The states after every step, (rows, D), and after the last, (sequences, D)."""
 
     def backward(
         self,

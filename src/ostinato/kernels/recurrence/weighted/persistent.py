@@ -31,8 +31,8 @@ class Persistent:
     def forward(self, layer: Layer, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         batch, width = layer.sequences.batch, layer.weight_hh.shape[1]
         states = [rows.new_empty(len(rows), width) for _ in range(layer.trace.states)]
-        last = [rows.new_empty(batch, width) for _ in states]
-        tensors = {"pre": rows, "parameters": _parameters(layer)}
+        last, parameters = [rows.new_empty(batch, width) for _ in states], layer.parameters.to(torch.float32)
+        tensors = {"pre": rows, "parameters": parameters}
         tensors |= dict(zip(("output", "second"), states, strict=False))
         tensors |= dict(zip(("h_n", "c_n"), last, strict=False))
         launch(self._geometry, (_arguments(layer), tensors))
@@ -49,7 +49,8 @@ class Persistent:
         batch, width, count = layer.sequences.batch, layer.weight_hh.shape[1], len(layer.parameters)
         found, totals = torch.empty_like(rows), rows.new_empty(batch, count, width, dtype=torch.float32)
         of_initial = [rows.new_empty(batch, width) for _ in before]
-        tensors = {"pre": rows, "parameters": _parameters(layer), "grads": found, "totals": totals}
+        tensors: dict[str, Tensor | None] = {"pre": rows, "parameters": layer.parameters.to(torch.float32)}
+        tensors |= {"grads": found, "totals": totals}
         tensors |= dict(zip(("before", "second_before"), before, strict=False))
         tensors |= dict(zip(("grad_output", "grad_second"), grads, strict=False))
         tensors |= dict(zip(("grad_h_n", "grad_c_n"), grads_last, strict=False))
@@ -111,7 +112,3 @@ def _geometries(
 def _arguments(layer: Layer) -> arguments.Layer:
     h0, c0 = [*(layer.initial or ()), None, None][:2]
     return arguments.Layer("generated", layer.weight_hh.contiguous(), None, None, h0, c0, layer.sequences)
-
-
-def _parameters(layer: Layer) -> Tensor | None:
-    return torch.stack([x.to(torch.float32) for x in layer.parameters]) if layer.parameters else None

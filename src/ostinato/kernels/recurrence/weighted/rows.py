@@ -1,7 +1,6 @@
 """The layout in which the steps of all sequences are computed: time-major rows, with the longest sequences first."""
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,16 +31,15 @@ class Rows:
         if cu_seqlens is not None:
             self._packing = derived_from(cu_seqlens, "rows", functools.partial(_packing, cu_seqlens))
         self._batch, self._length, _ = like.shape
-        marks = None if resets is None else self.of([resets[..., None]])[:, 0]
+        marks = None if resets is None else self.of(resets[..., None])[:, 0]
         offsets = None if self._packing is None else self._packing.offsets
         self.sequences = Sequences(order.sequences(like), offsets, marks, reverse)
 
-    def of(self, sequences: Sequence[Tensor]) -> Tensor:
-        """The rows of (B, T, D) each, side by side: (B * T, n * D), in memory of their own."""
+    def of(self, x: Tensor) -> Tensor:
+        """The rows of (B, T, D), a view of it where it is laid out so."""
         if self._packing is None:
-            joined = torch.cat([x.transpose(0, 1) for x in sequences], -1)
-            return joined.flatten(0, 1)
-        return torch.cat([x[0] for x in sequences], -1).index_select(0, self._packing.steps)
+            return x.transpose(0, 1).contiguous().flatten(0, 1)
+        return x[0].index_select(0, self._packing.steps)
 
     def back(self, rows: Tensor) -> Tensor:
         """(B, T, D) of its rows."""

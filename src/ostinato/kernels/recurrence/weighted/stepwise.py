@@ -15,8 +15,8 @@ _ONE_STEP = Order()
 def forward(layer: Layer, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """See :class:`~ostinato.kernels.recurrence.weighted.layer.Executor`."""
     trace, sequences, exchanged = layer.trace, layer.sequences, layer.exchanged
-    work, width = _widened(rows), layer.weight_hh.shape[1]
-    weight, parameters = layer.weight_hh.to(work.dtype).T, [x.to(work.dtype) for x in layer.parameters]
+    work, width = _widened(rows, copy=True), layer.weight_hh.shape[1]
+    weight, parameters = layer.weight_hh.to(work.dtype).T, [*layer.parameters.to(work.dtype)]
     states = [work.new_empty(len(rows), width) for _ in range(trace.states)]
     carried = _carried(layer.initial, trace.states, work.new_zeros(sequences.batch, width))
     advance = _advancing(layer, work, parameters, carried, states)
@@ -40,7 +40,7 @@ def backward(
     """See :class:`~ostinato.kernels.recurrence.weighted.layer.Executor`."""
     trace, sequences, exchanged = layer.trace, layer.sequences, layer.exchanged
     work, width = _widened(rows), layer.weight_hh.shape[1]
-    weight, parameters = layer.weight_hh.to(work.dtype), [x.to(work.dtype) for x in layer.parameters]
+    weight, parameters = layer.weight_hh.to(work.dtype), [*layer.parameters.to(work.dtype)]
     found = torch.empty_like(work)
     carried = _carried(grads_last, trace.states, work.new_zeros(sequences.batch, width))
     given = [None if x is None else _widened(x) for x in grads]
@@ -55,8 +55,8 @@ def backward(
     return found.to(rows.dtype), totals(), [x.to(rows.dtype) for x in carried]
 
 
-def _widened(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _widened(x: Tensor, copy: bool = False) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=copy)
 
 
 def _carried(given: Sequence[Tensor | None] | None, count: int, zeros: Tensor) -> list[Tensor]:
