@@ -21,6 +21,7 @@ COLUMNS = {  # of recurrent layers, by contestant
     "torchrl": "torchrl",
     "flashrnn": "FlashRNN",
     "Ostinato, from its equation": "from its equation",
+    "Ostinato, from its equation, in a CUDA graph": "from its equation in a CUDA graph",
     "its equation in a loop": "in a loop",
     "its equation in a loop in a CUDA graph": "the loop in a CUDA graph",
     "Ostinato, dense kernel": "dense kernel",

@@ -226,6 +226,7 @@ EVERYONE: dict[str, Build] = {
     "torchrl": torchrl,
     "flashrnn": flashrnn,
     FROM_EQUATION: partial(from_equation, "auto"),
+    f"{FROM_EQUATION}, in a CUDA graph": partial(in_a_graph, partial(from_equation, "auto")),
     "its equation in a loop": partial(from_equation, "torch"),
     "its equation in a loop in a CUDA graph": partial(in_a_graph, partial(from_equation, "torch")),
     "Ostinato, dense kernel": partial(ours, "dense"),
