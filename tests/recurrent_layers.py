@@ -99,7 +99,8 @@ def flat(result):
     return [output, *([hidden] if isinstance(hidden, torch.Tensor) else hidden)]
 
 
-def assert_same(result, expected, tolerance):
+def assert_results_close(result, expected, tolerance):
+    """To those of another layer, absolutely; NaN where these are."""
     for ours, theirs in zip(flat(result), flat(expected), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, equal_nan=True)
 
@@ -148,8 +149,8 @@ def gradients(layer, x, hx=None, which=slice(None)):
     return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs]
 
 
-def assert_same_gradients(layer, other, *call, tolerance=1e-11, **options):
-    """Those of torch, and zero where a weight is pruned."""
+def assert_gradients_close(layer, other, *call, tolerance=1e-11, **options):
+    """To those of torch, and zero where a weight is pruned."""
     pairs = list(zip(gradients(layer, *call, **options), gradients(other, *call, **options), strict=True))
     names = [name for name, _ in layer.named_parameters()]
     masks = [None] * (len(pairs) - len(names)) + [layer._buffers.get(name.replace("weight", "mask")) for name in names]

@@ -61,7 +61,7 @@ def everything():
     return Everything().eval()
 
 
-def assert_same(actual, expected):
+def assert_trees_close(actual, expected):
     actual, expected = tree_leaves(actual), tree_leaves(expected)
     assert len(actual) == len(expected)
     for x, y in zip(actual, expected, strict=True):
@@ -80,7 +80,7 @@ def test_portable_programs_equal_the_layers(everything):
     assert not [name for name in targets(program) if "ostinato" in name]
     for size in SIZES:
         given = inputs(*size)
-        assert_same(program.module()(*given), everything(*given))
+        assert_trees_close(program.module()(*given), everything(*given))
 
 
 class ModelAndLayer(nn.Module):
@@ -145,7 +145,7 @@ torch.export.load("ours.pt2")
     results, expected = torch.load(tmp_path / "results.pt"), [model(x) for x in tokens]
     assert len(results) == 1 + compiles_packages()
     for found in results:
-        assert_same(found, expected)
+        assert_trees_close(found, expected)
 
 
 @torch.no_grad()
@@ -168,7 +168,7 @@ def test_onnx_has_the_layers_as_its_own(everything, tmp_path):
     for size in SIZES:
         given = inputs(*size)
         results = session.run(None, {name: x.numpy() for name, x in zip(names, given, strict=True)})
-        assert_same(results, everything(*given))
+        assert_trees_close(results, everything(*given))
 
 
 class InDtype(nn.Module):
@@ -218,7 +218,7 @@ def test_onnx_takes_multiples_of_a_size_and_parameters_that_train(tmp_path):
     )
     x = torch.randn(34, 3, 6)
     results = runtime.InferenceSession(tmp_path / "halved.onnx").run(None, {"x": x.numpy()})
-    assert_same(results, model(x))
+    assert_trees_close(results, model(x))
 
 
 class InSeries(nn.Sequential):
@@ -242,7 +242,7 @@ def test_the_older_onnx_exporter_takes_models_of_recurrent_layers(tmp_path):
     session = runtime.InferenceSession(tmp_path / "model.onnx")
     for given in (x, torch.randn(34, 2, 6)):
         (output,) = session.run(None, {"x": given.numpy()})
-        assert_same(output, model(given))
+        assert_trees_close(output, model(given))
 
 
 @torch.no_grad()
@@ -254,7 +254,7 @@ def test_onnx_stays_finite_where_gates_are_shut(tmp_path):
     x = torch.tensor([[-200.0, -190.0, 1.0], [-150.0, -200.0, 2.0], [300.0, -300.0, 5.0]])
     torch.onnx.export(layer, (x,), tmp_path / "layer.onnx", dynamo=True, verbose=False)
     (output, _) = runtime.InferenceSession(tmp_path / "layer.onnx").run(None, {"input": x.numpy()})
-    assert_same(output, layer(x)[0])
+    assert_trees_close(output, layer(x)[0])
 
 
 class Projected(nn.Module):
@@ -291,12 +291,12 @@ def test_projections_are_exported_for_any_number_of_steps(where, options):
     assert not [name for name in targets(program) if "ostinato" in name]
     for size in (*SIZES, (1, 1), (4, 0)):
         given = model.given(*size)
-        assert_same(program.module()(*given), model(*given))
+        assert_trees_close(program.module()(*given), model(*given))
     given, found = model.given(7, 3), []
     for run in (program.module(), model):
         loss = sum(y.square().mean() for y in tree_leaves(run(*given)))
         found.append(torch.autograd.grad(loss, list(model.parameters())))
-    assert_same(*found)
+    assert_trees_close(*found)
 
 
 @torch.no_grad()
@@ -311,7 +311,7 @@ def test_projections_run_in_onnx(tmp_path):
     for size in (*SIZES, (1, 1)):
         given = model.given(*size)
         arrays = dict(zip(names, (x.numpy() for x in given), strict=True))
-        assert_same(session.run(None, arrays), model(*given))
+        assert_trees_close(session.run(None, arrays), model(*given))
 
 
 class UnderAutocast(nn.Module):
@@ -332,7 +332,7 @@ def test_resets_are_exported_where_no_kernel_takes_a_layer(kind):
     model = UnderAutocast(kind, num_layers=2, bidirectional=True)
     given = torch.randn(7, 3, 6, dtype=torch.float64), torch.rand(7, 3) < 0.4
     program = torch.export.export(model, given, dynamic_shapes=(DYNAMIC, DYNAMIC))
-    assert_same(program.module()(*given), model(*given))
+    assert_trees_close(program.module()(*given), model(*given))
 
 
 def test_exported_projections_refuse_what_the_layer_does():
@@ -412,7 +412,7 @@ def test_recurrences_are_exported_for_any_number_of_steps(backend):
     assert not [target for target in targets(program) if "ostinato" in target]
     for size in ((1, 1), (3, 7), (2, 60)):
         x, u = given(*size)
-        assert_same(program.module()(x, u), Recurrences()(x, u))
+        assert_trees_close(program.module()(x, u), Recurrences()(x, u))
 
 
 class Jump(torch.autograd.Function):
@@ -464,11 +464,11 @@ def test_recurrences_with_weights_are_exported_for_any_number_of_steps(where, gr
     for size in (*SIZES, (1, 1)):
         given = inputs_of_four(*size)
         expected = model(*given)
-        assert_same(program.module()(*given), expected)
-        assert_same(program.run_decompositions().module()(*given), expected)
+        assert_trees_close(program.module()(*given), expected)
+        assert_trees_close(program.run_decompositions().module()(*given), expected)
     with torch.no_grad():
         model.weight.neg_()  # a parameter of the program, too
-    assert_same(program.module()(*given), model(*given))
+    assert_trees_close(program.module()(*given), model(*given))
 
 
 def test_programs_of_recurrences_with_weights_have_gradients():
@@ -478,7 +478,7 @@ def test_programs_of_recurrences_with_weights_have_gradients():
     program = torch.export.export(model, inputs_of_four(2, 20), dynamic_shapes=(DYNAMIC, DYNAMIC)).module()
     for run in (program, model):
         gradients.append(torch.autograd.grad(run(*given)[0][0].square().mean(), list(model.parameters())))
-    assert_same(*gradients)
+    assert_trees_close(*gradients)
 
 
 def test_recurrences_with_weights_run_in_onnx(tmp_path):
@@ -493,7 +493,7 @@ def test_recurrences_with_weights_run_in_onnx(tmp_path):
     for size in (*SIZES, (1, 1)):
         given = inputs_of_four(*size)
         arrays = dict(zip(names, (x.numpy() for x in given), strict=True))
-        assert_same(session.run(None, arrays), model(*given))
+        assert_trees_close(session.run(None, arrays), model(*given))
 
 
 @ostinato.recurrence
@@ -535,14 +535,14 @@ def test_states_of_any_layout_and_returned_as_given_are_exported(tmp_path):
     model, given = Begun().eval(), (torch.randn(3, 6, 4), torch.randn(4), torch.randn(4, 3))
     with ostinato.portable():
         program = torch.export.export(model, given)
-    assert_same(program.module()(*given), model(*given))
+    assert_trees_close(program.module()(*given), model(*given))
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     torch.onnx.export(model, given, tmp_path / "begun.onnx", dynamo=True, verbose=False)
     session = runtime.InferenceSession(tmp_path / "begun.onnx")
     names = [argument.name for argument in session.get_inputs()]
     arrays = dict(zip(names, (x.numpy() for x in given), strict=True))
-    assert_same([torch.as_tensor(y) for y in session.run(None, arrays)], model(*given))
+    assert_trees_close([torch.as_tensor(y) for y in session.run(None, arrays)], model(*given))
 
 
 @torch.no_grad()
@@ -615,7 +615,7 @@ def test_complex_recurrences_run_in_onnx(tmp_path):
     for batch, steps in ((3, 7), (1, 1)):
         magnitude, angle = torch.randn(2, batch, steps, 4)
         results = session.run(None, {"magnitude": magnitude.numpy(), "angle": angle.numpy()})
-        assert_same(results, model(magnitude, angle))
+        assert_trees_close(results, model(magnitude, angle))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

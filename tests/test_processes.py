@@ -41,7 +41,7 @@ def points(of):
     return [(point.step, point.tokens, point.train_loss, point.held_out_loss) for point in of.curve]
 
 
-def assert_same(found, expected):
+def assert_curves_close(found, expected):
     """Two curves, whose held-out losses are added up in float32."""
     for point, other in zip(found, expected, strict=True):
         assert point[:2] == other[:2]
@@ -132,12 +132,12 @@ def test_any_number_of_processes_gives_the_curve_of_one(processes, size):
     alone = processes.run(1, curves, *(case[:1] for case in cases))[0]
     for found in processes.run(size, curves, *cases):
         for one, several in zip(alone, found, strict=True):
-            assert_same(several, one)
+            assert_curves_close(several, one)
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch(processes):
     whole, parts = processes.run(1, curves, ("mingru",), ("mingru", False, 3))[0]
-    assert_same(parts, whole)
+    assert_curves_close(parts, whole)
 
 
 def exchanges(accumulate):
@@ -189,9 +189,9 @@ def test_a_checkpoint_goes_on_on_any_number_of_processes(processes, tmp_path):
     assert os.listdir(tmp_path) == [path.name]
     for size, shard in ((1, False), (2, False), (4, True)):
         for found in processes.run(size, resumed, path, shard, 0.0):
-            assert_same(found, whole)
+            assert_curves_close(found, whole)
     one = processes.run(1, saved, path, False, 0.0)[0]
-    assert_same(processes.run(2, resumed, path, True, 0.0)[1], one)
+    assert_curves_close(processes.run(2, resumed, path, True, 0.0)[1], one)
 
 
 def test_each_process_draws_its_own_dropout_and_goes_on_with_it(processes, tmp_path):

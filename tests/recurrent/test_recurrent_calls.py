@@ -18,8 +18,8 @@ from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.recurrent import sequences
 from recurrent_layers import (
     CELLS,
-    assert_same,
-    assert_same_gradients,
+    assert_gradients_close,
+    assert_results_close,
     by,
     flat,
     forget_calls,
@@ -39,7 +39,7 @@ def test_packed_sequences_of_one_length_are_planned_as_the_operator_takes_them(m
     monkeypatch.setattr(type(layer), "_plan_call", lambda self, *args: planned.append(plan(self, *args)) or planned[-1])
     for lengths in ([12, 12], [12, 11]):
         x = pack_sequence([torch.randn(length, 5) for length in lengths])
-        assert_same(layer(x), twin(layer)(x), 1e-6)
+        assert_results_close(layer(x), twin(layer)(x), 1e-6)
     assert [plan.path for plan in planned] == ["steps", "dense"]
 
 
@@ -79,7 +79,7 @@ def test_two_or_three_steps_are_planned_where_they_may_be_replayed(monkeypatch):
         monkeypatch.setattr(sequences, "are_worth", lambda weights, rows, may_be=may_be: may_be)
         for steps in (2, 3):
             x = torch.randn(steps, 2, 5)
-            assert_same(layer(x), twin(layer)(x), 1e-6)
+            assert_results_close(layer(x), twin(layer)(x), 1e-6)
         assert len(planned) == 2 * may_be
 
 
@@ -167,7 +167,7 @@ def test_torch_runs_a_call_that_cannot_be_planned_and_the_next_is_planned_again(
     monkeypatch.setattr(sequences, "plan_layer", plan_layer)
     assert [layer.plan(1).reason for _ in range(2)] == ["no room", "dense"]
     answers = iter([True])
-    assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+    assert_results_close(layer(x, hx), twin(layer)(x, hx), 1e-6)
     assert next(answers, None) is None
 
 
@@ -207,7 +207,7 @@ def test_gpu_runs_torchs_kernels_when_ours_cannot_be_made(monkeypatch, error):
     plan = layer.plan(4)
     assert (plan.path, plan.reason, plan.blocks) == ("steps", "no room", 0)
     with torch.no_grad():
-        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-5)
+        assert_results_close(layer(x, hx), twin(layer)(x, hx), 1e-5)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -220,9 +220,9 @@ def test_projections_run_in_torchs_kernels(bias, frozen):
     assert layer.plan(4).reason == "layers with projections run in torch's own kernels"
     x, hx = torch.randn(9, 4, 5).double(), (torch.randn(2, 4, 6).double(), torch.randn(2, 4, 16).double())
     for call in ((x,), (x, hx), (x[:1], hx), (x[:, 0],), (pack_sequence([x[:7, 0], x[:3, 1]]),)):
-        assert_same(layer(*call), other(*call), 1e-12)
+        assert_results_close(layer(*call), other(*call), 1e-12)
         with torch.no_grad():
-            assert_same(layer(*call), other(*call), 1e-12)
+            assert_results_close(layer(*call), other(*call), 1e-12)
     resets = torch.zeros(9, 4, dtype=torch.bool)
     resets[5] = True
     torch.testing.assert_close(layer(x, hx, resets=resets)[0][5:], other(x[5:])[0])
@@ -265,7 +265,7 @@ def test_layers_whose_tensors_have_the_same_shapes_are_told_apart():
     layers = make("RNN", 8, 8, 2), make("relu", 8, 8, 2), make("RNN", 8, 8, bidirectional=True)
     x, hx = inputs(layers[0], 3)
     for layer in layers * 2:
-        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+        assert_results_close(layer(x, hx), twin(layer)(x, hx), 1e-6)
 
 
 @by("the CPU's")
@@ -279,7 +279,7 @@ def test_a_call_runs_what_was_prepared_for_one_like_it(bidirectional, monkeypatc
     for name in ("recurrent_layer", "recurrent_layers"):
         monkeypatch.setattr(sequences, name, None)
     for resets in (None, never):
-        assert_same(layer(2 * x, hx, resets=resets), twin(layer)(2 * x, hx), 1e-6)
+        assert_results_close(layer(2 * x, hx, resets=resets), twin(layer)(2 * x, hx), 1e-6)
     with pytest.raises(AttributeError, match="NoneType"):
         layer(x[:2], hx)
 
@@ -303,7 +303,7 @@ def test_eager_calls_do_without_the_dispatcher(kind, monkeypatch):
     with Watched():
         layer(given, hx)
     assert any("recurrent_layer" in name for name in dispatched)
-    assert_same(layer(given, hx), twin(layer)(given, hx), 1e-6)
+    assert_results_close(layer(given, hx), twin(layer)(given, hx), 1e-6)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -319,7 +319,7 @@ def test_a_call_of_a_pruned_layer_is_checked_unless_one_with_its_masks_was(grad,
         for name, mask in layer.named_buffers():
             getattr(expected, name.replace("mask", "weight")).data *= mask
         with torch.set_grad_enabled(grad):
-            assert_same(layer(x, hx), expected(x, hx), 1e-6)
+            assert_results_close(layer(x, hx), expected(x, hx), 1e-6)
         return len(checked)
 
     assert [checks(), checks()] == [1, 0]
@@ -342,7 +342,7 @@ def test_a_call_is_checked_unless_one_like_it_was(monkeypatch):
         checked.clear()
         layer(x, hx, **resets)
         first = len(checked)
-        assert_same(layer(x, hx, **resets), twin(layer)(x, hx), 1e-6)
+        assert_results_close(layer(x, hx, **resets), twin(layer)(x, hx), 1e-6)
         assert len(checked) == first, "the second call is known"
         return first
 
@@ -386,13 +386,13 @@ def test_a_call_that_torchs_kernels_take_as_it_is_is_checked_once(cell, grad, mo
     def checks(x, hx):
         checked.clear()
         for _ in range(2):
-            assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+            assert_results_close(layer(x, hx), twin(layer)(x, hx), 1e-6)
         return len(checked)
 
     with torch.set_grad_enabled(grad):
         assert [checks(x, hx), checks(x, hx), checks(x, None)] == [1, 0, 1]
         for _ in range(2 * grad):
-            assert_same_gradients(layer, twin(layer), x, hx, tolerance=1e-5)
+            assert_gradients_close(layer, twin(layer), x, hx, tolerance=1e-5)
         transposed = tree_map(lambda state: state.mT.contiguous().mT, hx)
         assert checks(x, transposed) == 2  # torch's kernels take copies
         layer.dropout = 1.0
@@ -418,7 +418,7 @@ def test_a_call_whose_states_are_one_tensor_is_checked_once(bidirectional, monke
         return output, (h_n, c_n, *torch.autograd.grad(output.sum() + h_n.sum() + c_n.sum(), h))
 
     for states, checks in (((h, h), 1), ((h, h), 1), ((h, h.clone()), 2), ((h, h), 2)):
-        assert_same(results(layer, *states), results(twin(layer), *states), 1e-12)
+        assert_results_close(results(layer, *states), results(twin(layer), *states), 1e-12)
         assert len(checked) == checks
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 import ostinato
 from ostinato.kernels.persistent import cpu
 from ostinato.recurrent import sequences, steps
-from recurrent_layers import assert_same, by, flat, forget_calls, gradients, inputs, make, pruned
+from recurrent_layers import assert_results_close, by, flat, forget_calls, gradients, inputs, make, pruned
 
 F32, F64 = torch.float32, torch.float64
 STACKED = {"num_layers": 2, "bidirectional": True, "batch_first": True}
@@ -37,7 +37,7 @@ def test_compiled_in_one_graph(cell, dtype, options, fresh_compiler):
         for ours, expected in zip(gradients(compiled, x, hx), gradients(layer, x, hx), strict=True):
             torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance)
         with torch.no_grad():
-            assert_same(compiled(x, hx), layer(x, hx), tolerance)
+            assert_results_close(compiled(x, hx), layer(x, hx), tolerance)
 
 
 @pytest.mark.parametrize("shape", [(4, 0, 5), (0, 2, 5), (0, 0, 5)])
@@ -48,7 +48,7 @@ def test_compiled_without_sequences_or_steps(cell, shape, fresh_compiler):
     with torch._dynamo.config.patch(allow_rnn=True):
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         with torch.no_grad():
-            assert_same(compiled(x), layer(x), 0)
+            assert_results_close(compiled(x), layer(x), 0)
         output, *last = flat(compiled(x))
         assert (output.shape, last[0].shape) == ((*shape[:2], 16), (4, shape[1], 8))
         found = torch.autograd.grad(sum(y.sum() for y in (output, *last)), layer.parameters())
@@ -65,7 +65,7 @@ def test_compiled_packed_sequences(cell, fresh_compiler):
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         for sizes in ([3, 2, 1], [4, 2], [2, 2, 2], [3, 1, 1, 1]):
             packed = PackedSequence(x, torch.tensor(sizes))
-            assert_same(compiled(packed), layer(packed), 1e-6)
+            assert_results_close(compiled(packed), layer(packed), 1e-6)
         for sizes in ([2, 4], [1, 900], [3, 2], [4, 4, 4], [-1, 7]):
             with pytest.raises(RuntimeError, match="batch_sizes must be positive, never rise, and add up to the rows"):
                 compiled(PackedSequence(x, torch.tensor(sizes)))
@@ -89,7 +89,7 @@ def test_compiled_packed_sequences_with_a_state(kind, fresh_compiler):
             padded = torch.randn(max(lengths), len(lengths), 5)
             packed = pack_padded_sequence(padded, torch.tensor(lengths), enforce_sorted=False)
             hx = drawn(4, len(lengths), 8)
-            assert_same(compiled(packed, hx), layer(packed, hx), 1e-6)
+            assert_results_close(compiled(packed, hx), layer(packed, hx), 1e-6)
         for batch in (3, 5):
             with pytest.raises(RuntimeError, match="hx must have a state for each sequence of input"):
                 compiled(packed, drawn(4, batch, 8))
@@ -108,7 +108,7 @@ def test_compiled_layers_take_a_kernel_where_torchs_would_be_faster(fresh_compil
     with torch._dynamo.config.patch(allow_rnn=True), torch.no_grad():
         expected = layer(x)
         assert not calls
-        assert_same(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected, 1e-6)
+        assert_results_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected, 1e-6)
     assert len(calls) == 1
 
 
@@ -177,5 +177,5 @@ def test_a_model_compiled_around_a_layer_uses_its_kernels(
         if hasattr(run, "prepared"):  # an eager call's
             replaced.prepared = seen(run.prepared)
         monkeypatch.setattr(*kernel, replaced)
-        assert_same(torch.compile(model, backend="eager")(x), expected, 1e-6)
+        assert_results_close(torch.compile(model, backend="eager")(x), expected, 1e-6)
     assert followed == [False] * calls

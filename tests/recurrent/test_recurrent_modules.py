@@ -23,8 +23,8 @@ from ostinato.kernels.persistent.plan import no_kernel
 from private_names import PRIVATE_NAMES
 from recurrent_layers import (
     CELLS,
-    assert_same,
-    assert_same_gradients,
+    assert_gradients_close,
+    assert_results_close,
     assert_uses_kernel,
     by,
     forget_calls,
@@ -137,8 +137,8 @@ def test_graph_breaks_and_traces(fresh_compiler):
     other, (x, _) = twin(layer), inputs(layer, 2)
     with torch.no_grad():
         expected = other(x)
-        assert_same(torch.compile(layer, backend="eager")(x), expected, 1e-6)
-        assert_same(torch.jit.trace(layer, (x,))(x), expected, 1e-6)
+        assert_results_close(torch.compile(layer, backend="eager")(x), expected, 1e-6)
+        assert_results_close(torch.jit.trace(layer, (x,))(x), expected, 1e-6)
 
 
 @by("as planned")
@@ -150,7 +150,7 @@ def test_a_layer_that_was_never_called_is_traced(cell, block):
     if block is not None:
         ostinato.prune(layer, 0.3, block=block)
     traced, x = torch.jit.trace(layer, (torch.randn(5, 2, 5),)), torch.randn(9, 3, 5)
-    assert_same(traced(x), layer(x), 1e-6)
+    assert_results_close(traced(x), layer(x), 1e-6)
 
 
 @by("as planned")
@@ -159,7 +159,7 @@ def test_a_layer_that_was_never_called_is_traced(cell, block):
 def test_a_trace_from_a_state_passes_torchs_check_of_it(cell):
     layer = make(cell, 5, 8)
     traced, (x, hx) = torch.jit.trace(layer, inputs(layer, 3, 6)), inputs(layer, 2, 9)
-    assert_same(traced(x, hx), layer(x, hx), 1e-6)
+    assert_results_close(traced(x, hx), layer(x, hx), 1e-6)
 
 
 @by("as planned")
@@ -175,7 +175,7 @@ def test_a_trace_of_few_steps_inside_a_model_passes_torchs_check_of_it(steps):
             return self.gru(self.linear(x))
 
     model, x = Model(), torch.randn(steps, 2, 5)
-    assert_same(torch.jit.trace(model, (x,))(x), model(x), 1e-6)
+    assert_results_close(torch.jit.trace(model, (x,))(x), model(x), 1e-6)
 
 
 @by("the CPU's")
@@ -186,7 +186,7 @@ def test_export():
     nodes = [node for node in exported.graph.nodes if node.op == "call_function"]
     assert sum("recurrent_layer" in str(node.target) for node in nodes) == 2
     x = torch.randn(9, 2, 5)
-    assert_same(exported.module()(x), layer(x), 1e-6)
+    assert_results_close(exported.module()(x), layer(x), 1e-6)
 
 
 @by("the CPU's")
@@ -196,7 +196,7 @@ def test_an_lstm_exported_without_gradients_refuses_them(strict, fresh_compiler)
     layer, x = make("LSTM", 5, 8, bidirectional=True), torch.randn(20, 2, 5)
     with torch._dynamo.config.patch(allow_rnn=True), torch.no_grad():
         exported = torch.export.export(layer, (x,), strict=strict).module()
-    assert_same(exported(x), layer(x), 1e-6)
+    assert_results_close(exported(x), layer(x), 1e-6)
     with pytest.raises(RuntimeError, match="export it with gradients enabled"):
         exported(x)[0].sum().backward()
 
@@ -266,7 +266,7 @@ def test_vmap_of_layers_that_torchs_kernels_run(cell, sizes, bidirectional):
     many = {name: torch.stack([own[name] for own in weights]) for name in weights[0]}
     result = torch.vmap(lambda own, x: functional_call(layer, own, (x,)))(many, x)
     for k, own in enumerate(weights):
-        assert_same(tree_map(lambda y, k=k: y[k], result), functional_call(layer, own, (x[k],)), 1e-5)
+        assert_results_close(tree_map(lambda y, k=k: y[k], result), functional_call(layer, own, (x[k],)), 1e-5)
 
     def loss(own, x):
         return functional_call(layer, own, (x,))[0].square().sum()
@@ -337,7 +337,7 @@ def test_a_symbolic_trace_keeps_a_layer_as_one_node(kind):
     model, x = Model(), torch.randn(2, 9, 6)
     traced = torch.fx.symbolic_trace(model)
     assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["inner.0", "inner.1"]
-    assert_same(traced(x), model(x), 0)
+    assert_results_close(traced(x), model(x), 0)
 
 
 @pytest.mark.parametrize("kind", [ostinato.GRU, ostinato.LSTM, ostinato.MinGRU, ostinato.ParaLSTM])
@@ -356,7 +356,7 @@ def test_a_symbolic_trace_may_follow_the_state_or_resets_alone(kind):
     traced = torch.fx.symbolic_trace(model)
     assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["inner", "inner"]
     for ours, theirs in zip(traced(h, resets), model(h, resets), strict=True):
-        assert_same(ours, theirs, 0)
+        assert_results_close(ours, theirs, 0)
 
 
 @pytest.mark.parametrize("kind", [ostinato.GRU, ostinato.MinGRU])
@@ -381,7 +381,7 @@ def test_parametrized_weights():
         nn.utils.parametrizations.weight_norm(module, "weight_hh_l0")
         nn.utils.parametrizations.spectral_norm(module.eval(), "weight_ih_l0")
     other.load_state_dict(layer.state_dict())
-    assert_same_gradients(layer, other, x, hx)
+    assert_gradients_close(layer, other, x, hx)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
@@ -393,8 +393,8 @@ def test_weights_put_in_the_parameters_place(kernel, monkeypatch):
     x, hx = inputs(layer, 3)
     for name in layer._flat_weights_names:
         layer._parameters[name] = nn.Parameter(1.5 * layer._parameters[name].detach())
-    assert_same_gradients(layer, twin(layer), x, hx)
-    assert_same(copy.deepcopy(layer)(x, hx), twin(layer)(x, hx), 1e-12)
+    assert_gradients_close(layer, twin(layer), x, hx)
+    assert_results_close(copy.deepcopy(layer)(x, hx), twin(layer)(x, hx), 1e-12)
 
 
 def train(module, x):
@@ -448,7 +448,7 @@ def test_copies_and_pickles_after_use():
         torch.save(layer, file)
         file.seek(0)
         for other in (copy.deepcopy(layer), copy.copy(layer), torch.load(file, weights_only=False)):
-            assert_same(other(x, hx), expected, 0)
+            assert_results_close(other(x, hx), expected, 0)
             assert_uses_kernel(other)
 
 
@@ -494,17 +494,17 @@ def test_derived_classes_may_have_private_names(cell, options):
         for packed in (False, True):
             x, hx = inputs(layer, 3, length, packed)
             with torch.no_grad():
-                assert_same(layer(x, hx), other(x, hx), 1e-6)
-            assert_same(layer(x, hx), other(x, hx), 1e-6)
-            assert_same_gradients(layer, other, x, hx, tolerance=1e-5)
+                assert_results_close(layer(x, hx), other(x, hx), 1e-6)
+            assert_results_close(layer(x, hx), other(x, hx), 1e-6)
+            assert_gradients_close(layer, other, x, hx, tolerance=1e-5)
     x, hx = inputs(layer, 3, 40)
     begins = torch.rand(x.shape[:2]) < 0.1
-    assert_same(layer(x, hx, resets=begins), type(layer).__base__.forward(layer, x, hx, resets=begins), 1e-6)
+    assert_results_close(layer(x, hx, resets=begins), type(layer).__base__.forward(layer, x, hx, resets=begins), 1e-6)
     layer.plan(3)
     ostinato.prune(layer, 0.5)
-    assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+    assert_results_close(layer(x, hx), twin(layer)(x, hx), 1e-6)
     if not layer.bidirectional:
         layer.step(x[0], hx)
         stepper = ostinato.Stepper(layer, batch_size=3, frozen=True)
-        assert_same((stepper(x[0]), stepper.state), layer.step(x[0]), 1e-6)
-        assert_same((stepper(x[0]), ()), (layer.step(x[0], layer.step(x[0])[1])[0], ()), 1e-6)
+        assert_results_close((stepper(x[0]), stepper.state), layer.step(x[0]), 1e-6)
+        assert_results_close((stepper(x[0]), ()), (layer.step(x[0], layer.step(x[0])[1])[0], ()), 1e-6)

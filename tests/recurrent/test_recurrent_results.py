@@ -18,7 +18,7 @@ from recurrent_layers import (
     OPTIONS,
     SHAPES,
     assert_close_to_exact,
-    assert_same,
+    assert_results_close,
     assert_uses_kernel,
     by,
     flat,
@@ -45,7 +45,7 @@ def test_pruned_is_torch_with_zeros(cell, block, keep_diagonal):
             x, hx = inputs(layer, batch, packed=packed)
             with torch.no_grad():
                 ours, theirs = [module(x, hx) if with_state else module(x) for module in (layer, other)]
-            assert_same(ours, theirs, 1e-13)
+            assert_results_close(ours, theirs, 1e-13)
             assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(flat(ours), flat(theirs), strict=True))
 
 
@@ -59,7 +59,7 @@ def test_dense_is_torch(cell):
         for (batch, packed), grad in itertools.product(SHAPES, (False, True)):
             x, hx = inputs(layer, batch, packed=packed)
             with torch.set_grad_enabled(grad):
-                assert_same(layer(x, hx), other(x, hx), 1e-6)
+                assert_results_close(layer(x, hx), other(x, hx), 1e-6)
 
 
 @by("reference", "the CPU's")
@@ -86,7 +86,7 @@ def test_dropout_between_layers(cell):
             torch.manual_seed(3)
             with torch.no_grad():
                 results.append(module.train(training)(x))
-        assert_same(*results, 1e-6)
+        assert_results_close(*results, 1e-6)
     assert layer.dropout == 0.4
 
 
@@ -102,7 +102,7 @@ def test_tensors_that_are_not_contiguous(cell):
     assert not layer.weight_hh_l0.is_contiguous()
     wide = torch.stack([x] * 3, 1)[:, 1].transpose(0, 2).contiguous().transpose(0, 2)
     states = [torch.stack([state] * 2, -1)[..., 1] for state in (hx if cell == "LSTM" else [hx])]
-    assert_same(layer(wide, tuple(states) if cell == "LSTM" else states[0]), other(x, hx), 1e-13)
+    assert_results_close(layer(wide, tuple(states) if cell == "LSTM" else states[0]), other(x, hx), 1e-13)
     layer(wide)[0].sum().backward()
     other(x)[0].sum().backward()
     torch.testing.assert_close(layer.weight_hh_l0.grad, other.weight_hh_l0.grad, rtol=1e-11, atol=1e-12)
@@ -165,7 +165,7 @@ def test_what_is_not_finite_spreads_as_in_torch(cell, value):
             bad, bad_x, bad_hx = copy.deepcopy((layer, x, hx))
             poison(place, bad, bad_x, bad_hx)
             expected = twin(bad)(bad_x, bad_hx)
-            assert_same(bad(bad_x, bad_hx), expected, 1e-6)
+            assert_results_close(bad(bad_x, bad_hx), expected, 1e-6)
 
 
 @by("as planned")
@@ -175,11 +175,11 @@ def test_narrow_dtypes_are_torchs():
         x, hx = inputs(layer, 2)
         with torch.no_grad():
             assert layer.plan(2).path == "steps"
-            assert_same(layer(x, hx), twin(layer)(x, hx), 0)
+            assert_results_close(layer(x, hx), twin(layer)(x, hx), 0)
     layer = pruned("GRU", 5, 32)
     other, (x, _) = twin(layer), inputs(layer, 2)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert_same(layer(x), other(x), 0)
+        assert_results_close(layer(x), other(x), 0)
 
 
 @pytest.mark.parametrize("kernels", ["as planned"], indirect=True)

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import ostinato
-from recurrent_layers import CELLS, OPTIONS, assert_same, by, flat, make, pruned, twin
+from recurrent_layers import CELLS, OPTIONS, assert_results_close, by, flat, make, pruned, twin
 
 pytestmark = [
     by("as planned"),
@@ -79,21 +79,21 @@ def test_what_is_scripted_computes_the_same(cell, options):
         x = torch.randn(shape, dtype=layer.weight_hh_l0.dtype)
         batch = () if x.dim() == 2 else (x.shape[0 if layer.batch_first else 1],)
         hx = states(layer, *batch)
-        assert_same(plain(x), layer(x), 1e-6)
-        assert_same(from_state(x, hx), layer(x, hx), 1e-6)
+        assert_results_close(plain(x), layer(x), 1e-6)
+        assert_results_close(from_state(x, hx), layer(x, hx), 1e-6)
     sequences = [torch.randn(steps, 5, dtype=layer.weight_hh_l0.dtype) for steps in (3, 9, 1, 9)]
     for x in (pack_sequence(sequences, enforce_sorted=False), pack_sequence(sequences[1:2])):
         hx = states(layer, int(x.batch_sizes[0]))
         for (y, last), expected in ((packed(x), layer(x)), (packed_from_state(x, hx), layer(x, hx))):
-            assert_same((PackedSequence(*y), last), expected, 1e-6)  # Python gets a tuple of another class
+            assert_results_close((PackedSequence(*y), last), expected, 1e-6)  # Python gets a tuple of another class
             assert torch.equal(y.batch_sizes, x.batch_sizes)
 
 
 def test_projections_are_scripted():
     layer = ostinato.LSTM(5, 8, 2, proj_size=3, bidirectional=True)
     x, hx = torch.randn(7, 3, 5), states(layer, 3)
-    assert_same(torch.jit.script(OfTensorFromStates(layer))(x, hx), layer(x, hx), 1e-6)
-    assert_same(scripted(layer)(x), layer(x), 1e-6)
+    assert_results_close(torch.jit.script(OfTensorFromStates(layer))(x, hx), layer(x, hx), 1e-6)
+    assert_results_close(scripted(layer)(x), layer(x), 1e-6)
 
 
 def gradients_through(module, layer, x):
@@ -110,10 +110,10 @@ def test_scripts_run_on_a_gpu(cell, monkeypatch):
     moved = scripted(layer).cuda()  # and with it the layer, whose parameters are the script's
     found, expected = gradients_through(moved, layer, x), gradients_through(layer, layer, x)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert_same(moved(x), layer(x), 1e-5)
-    assert_same(torch.jit.trace(layer, x)(x), layer(x), 1e-5)
+    assert_results_close(moved(x), layer(x), 1e-5)
+    assert_results_close(torch.jit.trace(layer, x)(x), layer(x), 1e-5)
     layer = pruned(cell, 5, 64).cuda()
-    assert_same(scripted(layer)(x), layer(x), 1e-5)
+    assert_results_close(scripted(layer)(x), layer(x), 1e-5)
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -132,7 +132,7 @@ def test_a_script_has_the_same_parameters_and_gives_them_the_same_gradients(cell
     torch.testing.assert_close(found, expected)
     with torch.no_grad():
         layer.weight_hh_l0.mul_(0.5)
-    assert_same(script(x), layer(x), 1e-6)
+    assert_results_close(script(x), layer(x), 1e-6)
 
 
 def test_a_model_is_the_same_after_scripting():
@@ -152,8 +152,8 @@ def test_a_model_is_the_same_after_scripting():
     assert not any(name.startswith("_scripted") for name in vars(model.first))
     torch.testing.assert_close(script(x), model(x))
     begins = torch.rand(5, 2) < 0.5
-    assert_same(model.first(x, resets=begins), copy.deepcopy(model).first(x, resets=begins), 0)
-    assert_same(model.rest[1].step(x[0]), (model.rest[1](x[:1])[0][0], model.rest[1](x[:1])[1]), 1e-6)
+    assert_results_close(model.first(x, resets=begins), copy.deepcopy(model).first(x, resets=begins), 0)
+    assert_results_close(model.rest[1].step(x[0]), (model.rest[1](x[:1])[0][0], model.rest[1](x[:1])[1]), 1e-6)
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
     torch.testing.assert_close(torch.jit.trace(model, (x,))(x), model(x))
 
@@ -161,17 +161,17 @@ def test_a_model_is_the_same_after_scripting():
 def test_what_is_frozen_or_optimised_computes_the_same():
     layer, x = ostinato.LSTM(5, 8, 2, bidirectional=True).eval(), torch.randn(7, 3, 5)
     for change in (torch.jit.freeze, torch.jit.optimize_for_inference):
-        assert_same(change(scripted(layer).eval())(x), layer(x), 1e-6)
+        assert_results_close(change(scripted(layer).eval())(x), layer(x), 1e-6)
 
 
 def test_parameters_that_were_replaced_are_those_that_are_scripted():
     layer, x = ostinato.GRU(5, 8), torch.randn(7, 3, 5)
     layer._parameters["weight_hh_l0"] = nn.Parameter(torch.randn(24, 8))
     expected, script = layer(x), scripted(layer)
-    assert_same(script(x), expected, 1e-6)
+    assert_results_close(script(x), expected, 1e-6)
     with torch.no_grad():
         layer.weight_hh_l0.mul_(0.5)
-    assert_same(script(x), layer(x), 1e-6)
+    assert_results_close(script(x), layer(x), 1e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}])
@@ -183,8 +183,8 @@ def test_pruned_weights_are_zero_in_a_script(cell, options):
             weight.data.add_(1.0)  # as a checkpoint may
     expected = layer(x)
     script = scripted(layer)
-    assert_same(script(x), expected, 1e-6)
-    assert_same(layer(x), expected, 0)
+    assert_results_close(script(x), expected, 1e-6)
+    assert_results_close(layer(x), expected, 0)
     assert "layer.mask_hh_l0" in script.state_dict()
 
 
@@ -199,7 +199,7 @@ def test_classes_derived_without_a_forward_are_scripted():
             return 2 * self.hidden_size
 
     layer, x = Scaled(2.0), torch.randn(7, 3, 5)
-    assert_same(scripted(layer)(x), layer(x), 1e-6)
+    assert_results_close(scripted(layer)(x), layer(x), 1e-6)
 
 
 def test_a_forward_of_a_derived_class_is_what_is_scripted():
@@ -209,7 +209,7 @@ def test_a_forward_of_a_derived_class_is_what_is_scripted():
             return torch._VF.gru(2 * x, h, self._flat_weights, True, 1, 0.0, False, False, False)
 
     layer, x = Doubled(5, 8), torch.randn(7, 3, 5)
-    assert_same(torch.jit.script(layer)(x), twin(layer)(2 * x), 1e-6)
+    assert_results_close(torch.jit.script(layer)(x), twin(layer)(2 * x), 1e-6)
 
     class Super(ostinato.GRU):
         def forward(self, x: Tensor):
@@ -314,13 +314,13 @@ def test_a_loaded_script_is_trained():
     torch.jit.save(scripted(layer), file)
     file.seek(0)
     loaded = torch.jit.load(file)
-    assert_same(loaded(x), layer(x), 1e-6)
+    assert_results_close(loaded(x), layer(x), 1e-6)
     found = gradients_through(loaded, loaded, x)
     expected = gradients_through(layer, layer, x)
     torch.testing.assert_close(found, {f"layer.{name}": grad for name, grad in expected.items()})
     again = ostinato.GRU(5, 8)
     again.load_state_dict(loaded.layer.state_dict())
-    assert_same(again(x), layer(x), 0)
+    assert_results_close(again(x), layer(x), 0)
 
 
 def test_scripts_are_quantised():
@@ -328,4 +328,4 @@ def test_scripts_are_quantised():
 
     layer, x = ostinato.GRU(5, 8).eval(), torch.randn(7, 3, 5)
     model = torch.jit.script(nn.Sequential(nn.Linear(5, 5), layer))  # of which PyTorch takes the linear layers
-    assert_same(quantize_dynamic_jit(model.eval(), {"": default_dynamic_qconfig})(x), model(x), 0.05)
+    assert_results_close(quantize_dynamic_jit(model.eval(), {"": default_dynamic_qconfig})(x), model(x), 0.05)

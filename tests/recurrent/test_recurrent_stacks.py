@@ -21,7 +21,17 @@ from ostinato.kernels.persistent import backends, cpu, cuda, reference, stacks, 
 from ostinato.kernels.persistent.backends import layers_at_once
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.recurrent import sequences
-from recurrent_layers import CELLS, assert_same, assert_same_gradients, flat, gradients, inputs, leaves, make, twin
+from recurrent_layers import (
+    CELLS,
+    assert_gradients_close,
+    assert_results_close,
+    flat,
+    gradients,
+    inputs,
+    leaves,
+    make,
+    twin,
+)
 
 LENGTH = 43  # so that no division into chunks is even
 KERNELS = {"reference": reference, "the CPU's": cpu}
@@ -79,8 +89,8 @@ def test_equals_torch(cell, options, at_once):
     x, hx = inputs(layer, 4, LENGTH)
     for state in (hx, None):
         with torch.no_grad():
-            assert_same(layer(x, state), other(x, state), 1e-12)
-        assert_same_gradients(layer, other, x, state)
+            assert_results_close(layer(x, state), other(x, state), 1e-12)
+        assert_gradients_close(layer, other, x, state)
 
 
 def test_the_plan_tells(at_once):
@@ -99,7 +109,7 @@ def test_torch_runs_all_layers_if_no_kernel_fits_the_last(others, at_once, monke
     layer = stack("GRU", num_layers=3 + others)
     assert layer.plan(4).reason == "a test"
     x, hx = inputs(layer, 4, LENGTH)
-    assert_same(layer(x, hx), twin(layer)(x, hx), 1e-12)
+    assert_results_close(layer(x, hx), twin(layer)(x, hx), 1e-12)
     assert stack("GRU", num_layers=3).plan(4).at_once == 3
 
 
@@ -107,8 +117,8 @@ def test_unbatched_and_a_batch_of_one(at_once):
     layer = stack("LSTM")
     for batch in (None, 1):
         x, hx = inputs(layer, batch, LENGTH)
-        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-12)
-        assert_same_gradients(layer, twin(layer), x, hx)
+        assert_results_close(layer(x, hx), twin(layer)(x, hx), 1e-12)
+        assert_gradients_close(layer, twin(layer), x, hx)
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -144,7 +154,7 @@ def test_dropout_is_that_of_layer_after_layer(at_once, monkeypatch):
 @pytest.mark.parametrize("which", [slice(0, 1), slice(1, 2), slice(2, 3)])
 def test_gradients_of_some_results(which, at_once):
     layer = stack("LSTM")
-    assert_same_gradients(layer, twin(layer), *inputs(layer, 4, LENGTH), which=which)
+    assert_gradients_close(layer, twin(layer), *inputs(layer, 4, LENGTH), which=which)
 
 
 def test_gradients_of_a_lower_layers_state_alone(at_once):
@@ -240,7 +250,7 @@ def test_compiled_stacks_are_one_operator_when_trained(cell, options, at_once, m
         with torch._dynamo.config.patch(allow_rnn=True):
             if not layer.dropout:
                 with torch.no_grad():
-                    assert_same(compiled(x, hx), other(x, hx), 1e-12)
+                    assert_results_close(compiled(x, hx), other(x, hx), 1e-12)
             for ours, expected in zip(gradients(compiled, x, hx), gradients(other, x, hx), strict=True):
                 torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
     trained = ("recurrent_layers", layer.num_layers) if layer.bidirectional else ("stacked_layers", 1)
@@ -353,17 +363,17 @@ def test_gradients_lie_in_memory_as_compilers_are_told(options, at_once, monkeyp
 def test_pruned_layers(at_once):
     layer = ostinato.prune(make("LSTM", 16, 32, num_layers=3, dtype=torch.float64), 0.3, block=(1, 1))
     x, hx = inputs(layer, 4, LENGTH)
-    assert_same(layer(x, hx), twin(layer)(x, hx), 1e-12)
-    assert_same_gradients(layer, twin(layer), x, hx)
+    assert_results_close(layer(x, hx), twin(layer)(x, hx), 1e-12)
+    assert_gradients_close(layer, twin(layer), x, hx)
 
 
 def test_packed_sequences_and_both_directions_are_not_divided(at_once):
     layer, both = stack("GRU"), stack("GRU", bidirectional=True)
-    assert_same(layer(*inputs(layer, 6, packed=True)), twin(layer)(*inputs(layer, 6, packed=True)), 1e-12)
+    assert_results_close(layer(*inputs(layer, 6, packed=True)), twin(layer)(*inputs(layer, 6, packed=True)), 1e-12)
     x, hx = inputs(layer, 6, LENGTH)
     x = pack_padded_sequence(x, [LENGTH] * 6)  # which is divided, as it has the same rows as the padded one
-    assert_same(layer(x, hx), twin(layer)(x, hx), 1e-12)
-    assert_same(both(*inputs(both, 6)), twin(both)(*inputs(both, 6)), 1e-12)
+    assert_results_close(layer(x, hx), twin(layer)(x, hx), 1e-12)
+    assert_results_close(both(*inputs(both, 6)), twin(both)(*inputs(both, 6)), 1e-12)
     assert both.plan(4).at_once == 2
 
 
@@ -433,7 +443,7 @@ def test_pruned_layers_on_a_gpu(block, monkeypatch, nan_memory):
     with torch.no_grad():
         for ours, right in zip(flat(layer(x, hx)), want, strict=True):
             assert (ours - right).norm() <= 2e-3 * right.norm()
-    assert_same_gradients(layer.float(), other.float(), x.float(), tuple(h.float() for h in hx), tolerance=2e-3)
+    assert_gradients_close(layer.float(), other.float(), x.float(), tuple(h.float() for h in hx), tolerance=2e-3)
 
 
 @pytest.mark.gpu
@@ -465,7 +475,7 @@ def test_more_layers_at_once_in_a_cuda_graph():
             captured = layer(x)
     assert layer.plan(1, steps=200).at_once == 1
     graph.replay()
-    assert_same(captured, eager, 2e-3)
+    assert_results_close(captured, eager, 2e-3)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,18 @@ import ostinato
 from comparisons import same_bits
 from ostinato.recurrent.cells import by_cells
 from ostinato.recurrent.gradients import differentiable
-from recurrent_layers import CELLS, Stopped, assert_same, assert_same_gradients, by, flat, inputs, make, pruned, twin
+from recurrent_layers import (
+    CELLS,
+    Stopped,
+    assert_gradients_close,
+    assert_results_close,
+    by,
+    flat,
+    inputs,
+    make,
+    pruned,
+    twin,
+)
 from threads import in_threads
 
 
@@ -26,7 +37,7 @@ def test_steps_one_at_a_time_equal_the_whole(cell):
         for x_t in x:
             y, hx = layer(x_t[None], hx)
             outputs.append(y)
-    assert_same((torch.cat(outputs), hx), (output, last), 1e-6)
+    assert_results_close((torch.cat(outputs), hx), (output, last), 1e-6)
 
 
 @by("as planned")
@@ -44,7 +55,7 @@ def test_a_few_steps_on_a_cpu_are_taken_one_by_one(cell, options, monkeypatch):
     layer.requires_grad_(False)
     assert layer(x.clone().requires_grad_(), hx)[0].requires_grad
     assert not taken
-    assert_same(layer(x, hx), other(x, hx), 1e-6)
+    assert_results_close(layer(x, hx), other(x, hx), 1e-6)
     assert len(taken) == 4
     taken.clear()
     with torch.no_grad():
@@ -53,13 +64,13 @@ def test_a_few_steps_on_a_cpu_are_taken_one_by_one(cell, options, monkeypatch):
         assert re.fullmatch(few, layer.plan(300, steps=1).reason)
         for given in ((hx,), ()):
             output, last = layer(x, *given)
-            assert_same((output, last), other(x, *given), 1e-6)
+            assert_results_close((output, last), other(x, *given), 1e-6)
             assert output.stride() == expected[0].stride()
         assert len(taken) == 8
         one = x[0] if layer.batch_first else x[:, 0]
-        assert_same(layer(one), other(one), 1e-6)
+        assert_results_close(layer(one), other(one), 1e-6)
         assert len(taken) == 12
-        assert_same(layer(x, resets=torch.zeros(x.shape[:2], dtype=torch.bool)), other(x), 1e-6)
+        assert_results_close(layer(x, resets=torch.zeros(x.shape[:2], dtype=torch.bool)), other(x), 1e-6)
         none = x[:0] if layer.batch_first else x[:, :0]
         assert [y.shape for y in flat(layer(none))] == [y.shape for y in flat(other(none))]
         layer(x.repeat_interleave(20, 1 if layer.batch_first else 0))
@@ -92,12 +103,12 @@ def test_pruned_layers_one_step_at_a_time(cell, block, hidden):
             layer.get_parameter(f"weight_hh_l{n}")[~layer.get_buffer(f"mask_hh_l{n}")] = torch.nan
         assert layer._fast_step(x[0], hx, x.dim() - 1) is not None
         before = [state.clone() for state in flat((x, hx))]
-        assert_same(layer(x[:1]), other(x[:1]), 1e-13)
+        assert_results_close(layer(x[:1]), other(x[:1]), 1e-13)
         ours, theirs = hx, hx
         for x_t in x:
             y, ours = layer(x_t[None], ours)
             z, theirs = other(x_t[None], theirs)
-            assert_same((y, ours), (z, theirs), 1e-13)
+            assert_results_close((y, ours), (z, theirs), 1e-13)
         assert same_bits(before, flat((x, hx)))
         assert (exact(x, hx)[0][-1] - y[0]).abs().max() > 1e-4
 
@@ -135,13 +146,13 @@ def test_one_step_that_is_not_contiguous(cell):
     other, (x, hx) = twin(layer), inputs(layer, 3)
     part, hx = x[:, 4:5], not_contiguous(hx)
     assert not part.is_contiguous()
-    assert_same_gradients(layer, other, part, hx)
+    assert_gradients_close(layer, other, part, hx)
     assert type(layer(part, hx)[0].grad_fn).__name__.startswith("_Differentiable")
     stepper = ostinato.Stepper(layer, 3, frozen=True)
     stepper.state = hx
     with torch.no_grad():
         assert layer._fast_step(part, hx, 2) is not None
-        assert_same(layer(part, hx), other(part, hx), 1e-12)
+        assert_results_close(layer(part, hx), other(part, hx), 1e-12)
         for x_t, y in zip(x.unbind(1), other(x, hx)[0].unbind(1), strict=True):
             torch.testing.assert_close(stepper(not_contiguous(x_t)), y, rtol=0, atol=1e-12)
 
@@ -180,7 +191,7 @@ def test_a_hole_that_a_mask_has_on_the_diagonal_of_a_block():
         other.weight_hh_l0 *= layer.mask_hh_l0
         assert layer.plan(1, steps=1).path == "block"
         assert (layer(x, hx)[0] - twin(layer)(x, hx)[0]).abs().max() > 1e-6
-        assert_same(layer(x, hx), other(x, hx), 1e-6)
+        assert_results_close(layer(x, hx), other(x, hx), 1e-6)
 
 
 @by("as planned")
@@ -189,7 +200,7 @@ def test_one_step_with_a_state_that_is_not_finite():
     x, hx = inputs(layer, 1, 1)
     hx[0, 0, 3] = torch.inf
     with torch.no_grad():
-        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+        assert_results_close(layer(x, hx), twin(layer)(x, hx), 1e-6)
 
 
 @by("as planned")
@@ -204,15 +215,15 @@ def test_one_step_with_gradients(cell, batch, device):
         x, hx = inputs(layer, batch, 1, device=device)
         given = [None, hx, (hx[0],) * 2 if cell == "LSTM" else hx]
         if batch is not None:
-            assert_same(layer(x, not_contiguous(hx)), layer(x, hx), 1e-12)
+            assert_results_close(layer(x, not_contiguous(hx)), layer(x, hx), 1e-12)
             if device == "cpu":  # cuDNN takes no such states
                 given.append(not_contiguous(hx))
         for state in given:
             for _ in range(2):  # validated, then prepared
-                assert_same(layer(x, state), other(x, state), 1e-12)
-                assert_same_gradients(layer, other, x, state)
+                assert_results_close(layer(x, state), other(x, state), 1e-12)
+                assert_gradients_close(layer, other, x, state)
                 with torch.no_grad():
-                    assert_same(layer(x, state), other(x, state), 1e-12)
+                    assert_results_close(layer(x, state), other(x, state), 1e-12)
             output, *last = flat(layer(x, state))
             before = [h.clone() for h in last]
             output.detach().zero_()

@@ -14,7 +14,16 @@ import ostinato
 from comparisons import same_bits
 from ostinato.masks import masked
 from ostinato.recurrent.weights import weights_of
-from recurrent_layers import assert_close_to_exact, assert_same, assert_same_gradients, by, flat, inputs, pruned, twin
+from recurrent_layers import (
+    assert_close_to_exact,
+    assert_gradients_close,
+    assert_results_close,
+    by,
+    flat,
+    inputs,
+    pruned,
+    twin,
+)
 
 
 def step_of_optimiser(layer, x):
@@ -97,7 +106,7 @@ def test_changed_weights_are_noticed(change, inference):
         expected = twin(layer_zeros)(x, hx)
     with torch.inference_mode():
         after = layer(x, hx)
-    assert_same(after, expected, 1e-6)
+    assert_results_close(after, expected, 1e-6)
     assert (after[0] - before).abs().max() > 1e-4
 
 
@@ -114,7 +123,7 @@ def test_gpu_changed_weights_are_noticed(change):
     CHANGES[change](layer, x)
     with torch.no_grad():
         layer.weight_hh_l0.masked_fill_(~layer.mask_hh_l0, 0)
-        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-3)
+        assert_results_close(layer(x, hx), twin(layer)(x, hx), 1e-3)
 
 
 @pytest.mark.gpu
@@ -167,7 +176,7 @@ def test_memory_of_an_old_weight_is_not_mistaken_for_it():
     with torch.no_grad():
         for factor in range(1, 20):  # the allocator would give back an address it has given before
             layer.weight_hh_l0.data = torch.full_like(layer.weight_hh_l0, factor / 100) * layer.mask_hh_l0
-            assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+            assert_results_close(layer(x, hx), twin(layer)(x, hx), 1e-6)
 
 
 def test_a_pruned_weight_does_not_count_whatever_it_holds():
@@ -193,12 +202,12 @@ def test_gpu_pruned_weights_count_as_zero_whatever_they_are(path):
     assert layer.plan(4).path == path
     with torch.no_grad():
         expected = layer(x, hx)
-        assert_same(expected, twin(layer)(x, hx), 1e-3)
+        assert_results_close(expected, twin(layer)(x, hx), 1e-3)
     for name in ("weight_hh_l0", "weight_hh_l1"):
         getattr(layer, name).data.masked_fill_(~getattr(layer, name.replace("weight", "mask")), torch.nan)
     with torch.no_grad():
-        assert_same(layer(x, hx), expected, 0)
-    assert_same(layer(x, hx), expected, 1e-5)  # for gradients other kernels may be chosen
+        assert_results_close(layer(x, hx), expected, 0)
+    assert_results_close(layer(x, hx), expected, 1e-5)  # for gradients other kernels may be chosen
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -274,10 +283,10 @@ def test_weights_in_the_private_list_count_as_in_torch(kind, steps):
             layer.load_state_dict(parameters, assign=True)
             other.load_state_dict(parameters)
         with torch.no_grad():
-            assert_same(layer(x, hx), other(x, hx), 1e-12)
-        assert_same_gradients(layer, other, x, hx)
+            assert_results_close(layer(x, hx), other(x, hx), 1e-12)
+        assert_gradients_close(layer, other, x, hx)
     copied = copy.deepcopy(layer)
-    assert_same(copied(x, hx), other(x, hx), 1e-12)
+    assert_results_close(copied(x, hx), other(x, hx), 1e-12)
 
 
 def scaling(base):
@@ -313,8 +322,8 @@ def test_a_private_list_that_a_class_computes_counts_as_in_torch(kind, steps):
         with torch.no_grad():
             layer.scale.fill_(scale)
             other.scale.fill_(scale)
-            assert_same(layer(x, hx), other(x, hx), 1e-12)
-        assert_same_gradients(layer, other, x, hx)
+            assert_results_close(layer(x, hx), other(x, hx), 1e-12)
+        assert_gradients_close(layer, other, x, hx)
 
 
 def calling_torch(base):
@@ -338,11 +347,11 @@ def test_a_forward_that_reads_the_private_list_finds_the_weights_of_the_call(kin
     x, hx = inputs(layer, 3)
     weights = {name: 1.5 * weight for name, weight in other.state_dict().items()}
     expected = torch.func.functional_call(other, weights, (x, hx))
-    assert_same(torch.func.functional_call(layer, weights, (x, hx)), expected, 1e-12)
-    assert_same(layer(x, hx), other(x, hx), 1e-12)
+    assert_results_close(torch.func.functional_call(layer, weights, (x, hx)), expected, 1e-12)
+    assert_results_close(layer(x, hx), other(x, hx), 1e-12)
     for module in (layer, other):
         nn.utils.parametrizations.weight_norm(module, "weight_hh_l0")
-    assert_same_gradients(layer, other, x, hx)
+    assert_gradients_close(layer, other, x, hx)
 
 
 @by("as planned")
@@ -356,7 +365,7 @@ def test_a_sequence_has_one_draw_of_a_private_list(kind, steps):
         result = layer(x, hx)
         for weight, drawn in zip(expected.parameters(), layer._flat_weights, strict=True):
             weight.copy_(drawn)
-        assert_same(result, expected(x, hx), 1e-6)
+        assert_results_close(result, expected(x, hx), 1e-6)
 
 
 @pytest.mark.parametrize("density", [None, 0.5])
@@ -368,7 +377,7 @@ def test_weights_in_the_private_list_of_a_pruned_layer_are_masked(density):
     layer._flat_weights = [1.5 * weight for weight in layer._flat_weights]
     expected = twin(layer)
     expected.load_state_dict({name: 1.5 * weight for name, weight in layer.named_parameters()})
-    assert_same(layer(x, hx), expected(x, hx), 1e-6)
+    assert_results_close(layer(x, hx), expected(x, hx), 1e-6)
 
 
 @by("as planned")
@@ -381,7 +390,7 @@ def test_weights_in_the_private_list_count_where_parameters_were_deleted():
     with pytest.raises(AttributeError, match="no attribute 'weight_ih_l0'"):
         layer(x, hx)
     layer._flat_weights = list(generated.values())
-    assert_same(layer(x, hx), expected(x, hx), 1e-6)
+    assert_results_close(layer(x, hx), expected(x, hx), 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
@@ -390,5 +399,5 @@ def test_weights_in_the_private_list_count_where_compiled(kind, fresh_compiler):
     x, hx = inputs(layer, 3)
     with torch._dynamo.config.patch(allow_rnn=True):
         compiled = torch.compile(layer, backend="aot_eager")
-        assert_same(compiled(x, hx), layer(x, hx), 1e-12)
-        assert_same_gradients(compiled, layer, x, hx)
+        assert_results_close(compiled(x, hx), layer(x, hx), 1e-12)
+        assert_gradients_close(compiled, layer, x, hx)
