@@ -1,8 +1,9 @@
-"""The kernels that compute the layers of these tests; a compiler that has compiled nothing yet."""
+"""Which kernels compute the layers of these tests, when calls are captured, and a compiler without compiled code."""
 
 import pytest
 import torch
 
+from ostinato.cuda_graphs import kept
 from ostinato.kernels.persistent import backends, cpu, reference
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from recurrent_layers import forget_calls, use_kernels
@@ -22,6 +23,13 @@ def kernels(request, monkeypatch):
         use_kernels(monkeypatch, {"reference": reference, "the CPU's": cpu}[request.param])
     yield
     backends._plan_dense.cache_clear()
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Captures at the second equal call."""
+    monkeypatch.setattr(kept, "USES", 1)
+    monkeypatch.setattr(kept, "_kept", kept._AllKept())
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-import time
 import weakref
 
 import pytest
@@ -17,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 import ostinato
 from comparisons import same_bits
 from ostinato.cuda_graphs import calls, kept
-from ostinato.recurrent import gradients as step_gradients
-from ostinato.recurrent import sequences, steps
+from ostinato.recurrent import sequences
 from ostinato.states import each
-from simulated_graphs import Recorded, launched, move, simulate
+from recurrent_graphs import DTYPES, HIDDEN, flat, gradients, input_of, layer_of, states_of
+from simulated_graphs import launched, move, simulate
 from threads import in_threads
 
 SIZES = {
@@ -29,8 +28,6 @@ SIZES = {
     "both directions": {"num_layers": 2, "bidirectional": True},
     "batch first, without biases": {"batch_first": True, "bias": False},
 }
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-STEPS, BATCH, INPUT, HIDDEN = 7, 3, 16, 24
 
 
 def test_which_layers_are_captured(monkeypatch):
@@ -50,49 +47,6 @@ def test_which_layers_are_captured(monkeypatch):
     assert not calls.are_worth(weights, 21)
 
 
-def layer_of(cell, dtype=torch.float32, **options):
-    torch.manual_seed(0)
-    name, extra = ("RNN", {"nonlinearity": "relu"}) if cell == "relu" else (cell, {})
-    return getattr(ostinato, name)(INPUT, HIDDEN, **options, **extra).to("cuda", dtype)
-
-
-def input_of(layer, seed=0):
-    shape = (BATCH, STEPS, INPUT) if layer.batch_first else (STEPS, BATCH, INPUT)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(layer.weight_ih_l0).requires_grad_()
-
-
-def states_of(layer, seed=0):
-    shape = 2 if layer.mode == "LSTM" else 1, len(layer._all_weights), BATCH, HIDDEN
-    states = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(layer.weight_ih_l0)
-    states = [x.clone().requires_grad_() for x in states]
-    return tuple(states) if layer.mode == "LSTM" else states[0]
-
-
-def flat(*results):
-    for x in results:
-        if isinstance(x, tuple):
-            yield from flat(*x)
-        else:
-            yield x
-
-
-def gradients(layer, results, inputs, chosen=(0, 1, 2), **options):
-    """Of all parameters and these inputs, by some of the results."""
-    results = [x for i, x in enumerate(flat(*results)) if i in chosen]
-    wanted = [*layer.parameters(), *flat(*inputs)]
-    loss = sum((x.float() * x.float().detach().cos()).sum() for x in results)
-    return torch.autograd.grad(loss, wanted, allow_unused=True, **options)
-
-
-@pytest.fixture
-def soon(monkeypatch):
-    """Captures at the second equal call."""
-    monkeypatch.setattr(kept, "USES", 1)
-    monkeypatch.setattr(kept, "_kept", kept._AllKept())
-    monkeypatch.setattr(sequences, "_CALLS", sequences.Prepared())
-    monkeypatch.setattr(steps, "_STEPS", steps.Prepared())
-
-
 def warmed(layer, *args, **options):
     """So that the next call replays."""
     for _ in range(2):
@@ -105,7 +59,6 @@ def simulated(monkeypatch):
     """A layer on a CPU, whose calls are captured."""
     simulate(monkeypatch, 100)
     monkeypatch.setattr(sequences, "are_worth", lambda *args: True)
-    monkeypatch.setattr(sequences, "_CALLS", sequences.Prepared())
 
     def make():
         layer, x = ostinato.GRU(16, 24), torch.randn(7, 3, 16)
@@ -250,164 +203,6 @@ def test_which_calls_are_launched(simulated, monkeypatch):
     monkeypatch.setattr(sequences, "_MOST_REPLAYED", 7)
     assert replays_of(ostinato.GRU(16, 24, 2), x) == 3
     assert replays_of(ostinato.GRU(16, 24, 2), torch.randn(8, 3, 16)) == 0
-
-
-def test_steps_of_many_weights_have_no_graphs(monkeypatch):
-    weights, found = [torch.nn.Parameter(torch.empty(72, 16))], []
-    monkeypatch.setattr(step_gradients, "are_worth", lambda *args: True)
-    monkeypatch.setattr(step_gradients, "Repeated", lambda: found.append(1))
-    for most in (72 * 16 * 4, 72 * 16 * 4 - 1):
-        monkeypatch.setattr(step_gradients, "_MOST_BYTES", most)
-        step_gradients.differentiable("GRU", None, None, weights, BATCH)
-    assert len(found) == 1
-
-
-def loop(layer, seed):
-    """The outputs of steps, with a state that is given, and gradients of the parameters, the input and that state."""
-    x, state = input_of(layer, seed), states_of(layer, seed)
-    hidden, outputs = state, []
-    for t in range(STEPS):
-        y, hidden = layer.step(x[t], hidden)
-        outputs.append(y)
-    return [*outputs, *gradients(layer, (*outputs, hidden), (x, state), chosen=range(1, STEPS + 2))]
-
-
-@pytest.mark.parametrize("options", [{}, {"num_layers": 3}, {"bias": False}], ids=["one layer", "three", "no biases"])
-def test_gradients_of_steps_in_simulated_graphs(options, monkeypatch):
-    simulate(monkeypatch, 100)
-    layer = ostinato.RNN(INPUT, HIDDEN, **options)
-    weights = [x.detach() for x in layer.parameters()]
-    step = step_gradients._Step("RNN_TANH", None, None, kept.Repeated())
-    layers, needed = layer.num_layers, (True,) * (2 + len(weights))
-    for seed, present in enumerate([(True, False)] * 4 + [(False, True), (True, True)] * 3):
-        torch.manual_seed(seed)
-        shapes = (BATCH, INPUT), (layers, BATCH, HIDDEN), (BATCH, HIDDEN), (layers, BATCH, HIDDEN)
-        x, h, *grads = map(torch.randn, shapes)
-        grads = [grad if is_present else None for grad, is_present in zip(grads, present, strict=True)]
-        expected = step_gradients._by_kernels("RNN_TANH", x, [h], weights, grads, needed)
-        graph = step_gradients._graph_of(step, layer.weight_ih_l0, x, [h], weights, grads, needed)
-        if graph is not None:
-            found = graph.replay(x, [h], grads)
-            assert same_bits(found, expected)
-            assert found[0].untyped_storage().data_ptr() != found[-1].untyped_storage().data_ptr()  # of an input
-    assert kept._kept.replays == 3 + 2 + 2
-    # As many as of the gradients of the weights, and of these as one tensor.
-    assert [x.graphs.bytes for x in kept._kept._all] == [2 * sum(weight.nbytes for weight in weights)] * 3
-    with monkeypatch.context() as switched:
-        switched.setattr(step_gradients, "product_switches", lambda: ("other",))
-        assert step_gradients._graph_of(step, layer.weight_ih_l0, x, [h], weights, grads, needed) is None
-    others = [*weights[:-1], weights[-1].clone()]  # another layer's
-    assert step_gradients._graph_of(step, layer.weight_ih_l0, x, [h], others, grads, needed) is None
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7)
-    assert step_gradients._graph_of(step, layer.weight_ih_l0, x, [h], weights, grads, needed) is None
-
-
-def test_threads_share_gradients_of_steps(monkeypatch):
-    simulate(monkeypatch, 100)
-    replay = Recorded.replay
-    monkeypatch.setattr(Recorded, "replay", lambda self: time.sleep(1e-3) or replay(self))  # others go on
-    layer = ostinato.RNN(INPUT, HIDDEN)
-    weights, owner = [x.detach() for x in layer.parameters()], layer.weight_ih_l0
-    step, needed = step_gradients._Step("RNN_TANH", None, None, kept.Repeated()), (True,) * 6
-    x, h, grad = torch.randn(4, BATCH, INPUT), torch.randn(4, 1, BATCH, HIDDEN), torch.randn(4, BATCH, HIDDEN)
-    expected = [
-        step_gradients._by_kernels("RNN_TANH", x[i], [h[i]], weights, (grad[i], None), needed) for i in range(4)
-    ]
-    while (graph := step_gradients._graph_of(step, owner, x[0], [h[0]], weights, (grad[0], None), needed)) is None:
-        pass
-    found = [None] * 4
-
-    def run(i):
-        found[i] = [graph.replay(x[i], [h[i]], (grad[i], None)) for _ in range(5)]
-
-    in_threads(run, range(4))
-    for mine, right in zip(found, expected, strict=True):
-        for one in mine:
-            assert same_bits(one, right)
-
-
-@pytest.mark.parametrize("end", ["deleted", "converted", "replaced", "other data"])
-def test_graphs_of_steps_go_with_their_layer(end, monkeypatch):
-    simulate(monkeypatch, 100)
-    layer = ostinato.RNN(INPUT, HIDDEN)
-    step = step_gradients._Step("RNN_TANH", None, None, kept.Repeated())
-    needed = (True,) * (2 + len(layer._flat_weights))
-
-    def run(present):
-        grads = [torch.randn(BATCH, HIDDEN), torch.randn(1, BATCH, HIDDEN) if present else None]
-        x, h = torch.randn(BATCH, INPUT), torch.randn(1, BATCH, HIDDEN)
-        weights = [y.detach() for y in layer.parameters()]
-        step_gradients._graph_of(step, layer.weight_ih_l0, x, [h], weights, grads, needed)
-
-    for present in (True, True, False, False):
-        run(present)
-    assert len(kept._kept._all) == 2
-    if end == "deleted":
-        del layer
-        gc.collect()
-    elif end == "converted":
-        layer.double()
-    elif end == "replaced":
-        held = layer.weight_ih_l0  # as by an optimiser
-        layer.weight_ih_l0 = torch.nn.Parameter(held.detach().clone())
-    else:
-        layer.weight_hh_l0.data = layer.weight_hh_l0.data.clone()
-        for _ in range(2):
-            run(True)
-    assert len(kept._kept._all) == (1 if end == "other data" else 0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{}, {"num_layers": 3}, {"bias": False}], ids=["one layer", "three", "no biases"])
-@pytest.mark.parametrize("cell", ["RNN", "relu", "GRU", "LSTM"])
-def test_gradients_of_steps(cell, options, dtype, soon, monkeypatch):
-    layer = layer_of(cell, dtype, **options)
-    with monkeypatch.context() as without:
-        without.setattr(step_gradients, "_graph_of", lambda *args: None)
-        expected = [loop(layer, seed) for seed in range(3)]
-    for seed in (0, 1, 2, 0):
-        assert same_bits(loop(layer, seed), expected[seed])
-    assert kept._kept.replays >= 4 * STEPS - 6
-    layer.weight_hh_l0.data = layer.weight_hh_l0.data.clone()
-    assert same_bits(loop(layer, 0), expected[0])
-    layer.weight_ih_l0.requires_grad_(False)
-    found = torch.autograd.grad(layer.step(input_of(layer)[0])[0].sum(), layer.weight_hh_l0)
-    assert found[0].isfinite().all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cell", ["RNN", "relu", "GRU", "LSTM"])
-def test_gradients_of_steps_without_a_kernel(cell, soon, monkeypatch):
-    """As of large layers and batches."""
-    monkeypatch.setattr(steps, "_steps_of_layers", lambda *args: None)
-    layer = layer_of(cell, torch.float64, num_layers=2)
-    with monkeypatch.context() as without:  # by autograd
-        without.setattr(steps, "differentiable", lambda mode, step, cells, *_: cells)
-        expected = loop(layer, 0)
-    steps._STEPS = steps.Prepared()
-    for _ in range(3):
-        for found, right in zip(loop(layer, 0), expected, strict=True):
-            torch.testing.assert_close(found, right)
-    assert kept._kept.replays >= 3 * STEPS - 6
-
-
-@pytest.mark.gpu
-def test_gradients_of_steps_at_another_precision(soon, monkeypatch):
-    layer = ostinato.LSTM(64, 256, device="cuda")
-    x = torch.randn(32, 64, device="cuda")
-
-    def run():
-        return torch.autograd.grad(layer.step(x)[0].square().sum(), list(layer.parameters()))
-
-    for precision in ("ieee", "tf32", "ieee", "tf32"):
-        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
-        with monkeypatch.context() as without:
-            without.setattr(step_gradients, "_graph_of", lambda *args: None)
-            expected = run()
-        for _ in range(4):
-            assert same_bits(run(), expected)
-    assert kept._kept.replays > 8
 
 
 @pytest.mark.gpu
