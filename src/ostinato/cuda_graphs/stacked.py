@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ostinato.cuda_graphs.calls import RepeatedCalls, Run, are_worth
+from ostinato.dropout import dropout_of
 from ostinato.kernels.matmul.precision import autocast_dtype, product_switches
 from ostinato.kernels.operators.eager import Prepared, is_eager
 from ostinato.states import Hidden, distinct, hidden_of, states_of
@@ -28,7 +29,7 @@ def replayed(layer: "StackedLayers", x: Tensor, hx: Hidden | None, resets: Tenso
     if resets is not None:
         like.append(resets)
     settings = [getattr(layer, name) for name in layer.settings]
-    how = type(layer), *settings, _drops(layer), *layer._parameters, autocast_dtype(x.device), *product_switches()
+    how = type(layer), *settings, dropout_of(layer), *layer._parameters, autocast_dtype(x.device), *product_switches()
     calls = _CALLS.find(like, *how)
     if calls is None and None not in weights:
         _CALLS.add(lambda: _prepared(layer, x, weights), like, *how)
@@ -54,18 +55,14 @@ def _prepared(layer: "StackedLayers", x: Tensor, weights: list[Tensor]) -> Repea
     are_all = set(layer._parameters) == set(layer._shapes_by_name())  # parametrized ones are elsewhere
     if not are_all or not are_worth(weights, x.numel() // x.shape[-1], MOST_BYTES * layer.num_layers):
         return False
-    return RepeatedCalls(_launcher(layer, autocast_dtype(x.device)), draws=_drops(layer))
-
-
-def _drops(layer: "StackedLayers") -> bool:
-    return layer.dropout > 0 and layer.training and layer.num_layers > 1
+    return RepeatedCalls(_launcher(layer, autocast_dtype(x.device)), draws=dropout_of(layer) > 0)
 
 
 def _launcher(layer: "StackedLayers", autocast: torch.dtype | None) -> Run:
     """Launches such calls of any layer: it holds nothing of this one's, which would be kept with the results."""
     kind, names = type(layer), [*layer._parameters]
     attributes: dict[str, Any] = {name: getattr(layer, name) for name in layer.settings}
-    attributes |= {"training": _drops(layer), "_buffers": {}, "_modules": {}}
+    attributes |= {"training": dropout_of(layer) > 0, "_buffers": {}, "_modules": {}}
 
     def run(x: Tensor, states: list[Tensor], weights: list[Tensor], resets: Tensor | None) -> list[Tensor]:
         own = object.__new__(kind)

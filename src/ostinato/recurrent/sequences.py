@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.cuda_graphs.calls import RepeatedCalls, Run, are_worth
+from ostinato.dropout import dropout_of
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.matmul.precision import autocast_dtype, layers_allow_tf32, product_switches
@@ -109,7 +110,7 @@ class SequenceLayers(MaskedLayers):
             like.append(resets)
         autocast = autocast_dtype(device)
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional, self.mode, self.batch_first
-        of_layer = *sizes, _dropout_of(self), self._forced_path
+        of_layer = *sizes, dropout_of(self), self._forced_path
         # The number of states tells them from biases, of which an LSTM has as many.
         how = *of_layer, len(states), autocast, layers_allow_tf32(device, dtype), resets is None
         # On which the plan depends, too, and of products the kernels in a CUDA graph.
@@ -126,7 +127,7 @@ class SequenceLayers(MaskedLayers):
         """The call with room for its CUDA graphs, if it is one that gains by them."""
         if call is None or call.prepared is None or not self._may_be_replayed(weights, call.batch, call.steps):
             return call
-        return call._replace(repeated=RepeatedCalls(_launcher(self, call), draws=_dropout_of(self) > 0))
+        return call._replace(repeated=RepeatedCalls(_launcher(self, call), draws=dropout_of(self) > 0))
 
     def _may_be_replayed(self, weights: list[Tensor], batch: int, steps: int) -> bool:
         """Whether such calls, if they repeat, gain by CUDA graphs; pruned layers have none."""
@@ -163,7 +164,7 @@ class SequenceLayers(MaskedLayers):
         elif batch * steps > 0:
             ragged = has_several_lengths(input, batch, steps)
             # A checkpoint's first call has no gradients, and must drop what its second, with gradients, does.
-            planned = training or _dropout_of(self) > 0
+            planned = training or dropout_of(self) > 0
             try:
                 of_call = int(batch), computed, planned, int(steps), resets is not None, ragged, weights
                 plan = self._plan_call(device, *of_call)
@@ -222,18 +223,13 @@ def _launcher(layer: SequenceLayers, call: KernelCall) -> Run:
     bare = object.__new__(SequenceLayers)
     names = "mode", "hidden_size", "num_layers", "bidirectional", "batch_first", "_all_weights", "_forced_path"
     attributes = {name: getattr(layer, name) for name in names}
-    bare.__dict__.update(attributes, dropout=_dropout_of(layer), training=True, _buffers={})
+    bare.__dict__.update(attributes, dropout=dropout_of(layer), training=True, _buffers={})
 
     def run(x: Tensor, states: list[Tensor], weights: list[Tensor], resets: Tensor | None) -> list[Tensor]:
         output, last = bare._forward_kernels(x, states, weights, resets, call)
         return [output, *states_of(last)]
 
     return run
-
-
-def _dropout_of(layer: MaskedLayers) -> float:
-    """The probability with which a call drops outputs of all layers but the last."""
-    return layer.dropout if layer.training and layer.num_layers > 1 else 0.0
 
 
 def _at_once(layer: MaskedLayers, call: Call) -> int:
@@ -310,7 +306,7 @@ def _stack_of(
         weights = [x.view_as(x) for x in weights]
     alone = len(layer._all_weights) == 1  # whose states need no copy, also backward
     initial: list[Any] = [[x.squeeze(0)] if alone else x.unbind(0) for x in states]
-    drops = _dropout_of(layer) > 0
+    drops = dropout_of(layer) > 0
     return rows, _Stack(initial, weights, _masks_of(layer), offsets, begins, batch, training, drops)
 
 

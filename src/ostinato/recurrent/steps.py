@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.checks import ONE_STEP, check_input, check_integers, check_like_weight
+from ostinato.dropout import dropout_of
 from ostinato.kernels.operators.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.backends import frozen_step, most_single_steps, step_of, step_of_layers
 from ostinato.kernels.persistent.interface import LayerStep, Step, StepOnCPU
@@ -70,7 +71,7 @@ class StepLayers(MaskedLayers, Generic[State]):
         if x.is_cuda and x.dim() == 2 and states and not self.proj_size and not torch.is_autocast_enabled("cuda"):
             if torch.cuda.is_current_stream_capturing():  # elsewhere cuDNN's fewer launches win
                 shapes = (len(x), self.hidden_size), states[0].shape
-                run = by_cells(self.mode, self.num_layers, *shapes, _dropout_of(self))
+                run = by_cells(self.mode, self.num_layers, *shapes, dropout_of(self))
                 output, new = run(x, states, weights_of(self))
                 return output, hidden_of(new)
             torch.cuda.current_blas_handle()  # which a later capture needs for the cells, and cannot create
@@ -116,7 +117,7 @@ class StepLayers(MaskedLayers, Generic[State]):
         states, own = states_of(state), unmasked_weights(self)
         how = self.mode, self.num_layers, self._forced_path, frozen is None
         like = [x, *own, *distinct(states)], rank, type(state), len(states), *how
-        run = None if self._buffers or _dropout_of(self) else _STEPS.find(*like)
+        run = None if self._buffers or dropout_of(self) else _STEPS.find(*like)
         if run is None:
             run = self._prepared_step(x, state, own, rank)
             if run is None:
@@ -221,7 +222,7 @@ def _are_plain(layer: StepLayers, tensors: list[Tensor], rank: int) -> bool:
         (rank != 2 and rank != 1)
         or x.numel() == 0
         or x.shape[-1] != layer.input_size
-        or _dropout_of(layer)
+        or dropout_of(layer)
         or torch.is_autocast_enabled(x.device.type)
         or not is_eager(tensors)
     ):
@@ -290,11 +291,6 @@ def _repeat_frozen(
             own.copy_(other)
 
     return repeat
-
-
-def _dropout_of(layer: StepLayers) -> float:
-    """The probability of dropout between layers in the current mode."""
-    return layer.dropout if layer.training and layer.num_layers > 1 else 0.0
 
 
 def _of_contiguous(run: Step) -> Step:
