@@ -26,22 +26,22 @@ def forward(
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
-    tensors, results = _of_forward(layer, projected, plan, keep, into)
-    launch(plan.geometry.forward, (layer, tensors))
+    given, results = _of_forward(layer, projected, plan, keep, into)
+    launch(plan.geometry.forward, given)
     return results
 
 
 def forward_both(*directions: tuple[Layer, Tensor, Plan, bool]) -> list[ForwardResults]:
     """:func:`forward` of both directions of a layer in one launch, given the arguments of each."""
-    made = [_of_forward(*direction) for direction in directions]
-    layers, _, (plan, _), _ = zip(*directions, strict=True)
-    launch(plan.geometry.forward, *((layer, tensors) for layer, (tensors, _) in zip(layers, made, strict=True)))
-    return [results for _, results in made]
+    given, results = zip(*(_of_forward(*direction) for direction in directions), strict=True)
+    (_, _, plan, _), _ = directions
+    launch(plan.geometry.forward, *given)
+    return [*results]
 
 
 def _of_forward(
     layer: Layer, projected: Tensor, plan: Plan, keep: bool, into: tuple[Tensor, Tensor] | None = None
-) -> tuple[dict[str, Any], ForwardResults]:
+) -> tuple[tuple[Layer, dict[str, Any]], ForwardResults]:
     """What the kernel of a forward is given, and which of it are the results."""
     cell, batch = layer.cell, layer.sequences.batch
     rows, hidden, lstm = projected.shape[0], plan.geometry.forward.hidden_size, cell == "lstm"
@@ -54,7 +54,7 @@ def _of_forward(
         cells = projected.new_empty(rows, hidden, dtype=torch.float32 if lstm else projected.dtype)
     tensors = {"pre": projected, "bias": layer.bias_hh, "gates": gates, "output": output, "h_n": h_n, "c_n": c_n}
     tensors |= {"cells": cells, "candidates": cells}
-    return tensors, (output, h_n, c_n, cells)
+    return (layer, tensors), (output, h_n, c_n, cells)
 
 
 def backward(
@@ -70,17 +70,17 @@ def backward(
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
-    tensors, found = _of_backward(layer, saved, upstream, plan, into)
-    launch(plan.geometry.backward, (layer, tensors))
+    given, found = _of_backward(layer, saved, upstream, plan, into)
+    launch(plan.geometry.backward, given)
     return found
 
 
 def backward_both(*directions: tuple[Layer, Saved, Sequence[Tensor | None], Plan]) -> list[LoopGradients]:
     """:func:`backward` of both directions of a layer in one launch, given the arguments of each."""
-    made = [_of_backward(*direction) for direction in directions]
-    layers, _, _, (plan, _) = zip(*directions, strict=True)
-    launch(plan.geometry.backward, *((layer, tensors) for layer, (tensors, _) in zip(layers, made, strict=True)))
-    return [found for _, found in made]
+    given, found = zip(*(_of_backward(*direction) for direction in directions), strict=True)
+    (*_, plan), _ = directions
+    launch(plan.geometry.backward, *given)
+    return [*found]
 
 
 def _of_backward(
@@ -89,7 +89,7 @@ def _of_backward(
     upstream: Sequence[Tensor | None],
     plan: Plan,
     into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[dict[str, Any], LoopGradients]:
+) -> tuple[tuple[Layer, dict[str, Any]], LoopGradients]:
     """What the kernel of a backward is given, and which of it are the results."""
     cublas.create_handle(saved.h.device)  # for the products that follow
     cell, batch = layer.cell, layer.sequences.batch
@@ -102,4 +102,4 @@ def _of_backward(
     tensors = {"pre": pre, "candidate": candidate, "h": h, "cells": c}
     tensors |= {"grad_output": grad_output, "grad_h_n": grad_h_n, "grad_c_n": grad_c_n}
     tensors |= {"grads": grads, "grad_h0": grad_h0, "grad_c0": grad_c0, "totals": totals}
-    return tensors, (grads, grad_h0, grad_c0, totals)
+    return (layer, tensors), (grads, grad_h0, grad_c0, totals)
