@@ -149,6 +149,15 @@ def gradients(layer, x, hx=None, which=slice(None)):
     return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs]
 
 
+def fit(module, x):
+    """Train it on some batches."""
+    optimizer = torch.optim.AdamW(module.parameters(), 0.05)
+    for batch in x:
+        optimizer.zero_grad()
+        module(batch)[0].square().mean().backward()
+        optimizer.step()
+
+
 def assert_gradients_close(layer, other, *call, tolerance=1e-11, **options):
     """To those of torch, and zero where a weight is pruned."""
     pairs = list(zip(gradients(layer, *call, **options), gradients(other, *call, **options), strict=True))

@@ -24,6 +24,7 @@ from ostinato.models import LanguageModel
 from ostinato.processes import Share, make_mesh, part
 from ostinato.text import Vocabulary
 from ostinato.training import Trainer, TrainingSettings
+from recurrent_layers import fit
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 80
 SETTINGS = {"steps": 6, "batch_size": 7, "chunk_length": 11, "warmup_steps": 2, "held_out": 0.3}
@@ -251,14 +252,6 @@ LAYERS = {
     "RGLRU": lambda: ostinato.RGLRU(5, 8),
     "ParaGRU": lambda: ostinato.ParaGRU(5, 8),
 }
-
-
-def fit(layer, x):
-    optimizer = torch.optim.AdamW(layer.parameters(), 0.05)
-    for batch in x:
-        optimizer.zero_grad()
-        layer(batch)[0].square().mean().backward()
-        optimizer.step()
 
 
 def layers_errors():

@@ -15,7 +15,7 @@ from ostinato.kernels.persistent import backends, cpu, reference
 from ostinato.kernels.persistent.plan import no_kernel
 from ostinato.recurrent import sequences
 from ostinato.states import states_of
-from recurrent_layers import forget_calls, use_kernels
+from recurrent_layers import forget_calls, twin, use_kernels
 
 CELLS = ("RNN", "GRU", "LSTM")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 0.03, torch.float16: 0.004}
@@ -63,15 +63,6 @@ def by_episodes(layer, x, states, lengths, resets):
     return torch.cat(outputs, 1), [torch.cat([rows[i] for rows in last], 1) for i in range(len(states))]
 
 
-def twin(layer):
-    """torch.nn's layer in float64, with zeros where ours is pruned."""
-    options = {"nonlinearity": layer.nonlinearity} if layer.mode.startswith("RNN") else {}
-    sizes = layer.input_size, layer.hidden_size, layer.num_layers
-    torchs = getattr(nn, type(layer).__name__)(*sizes, bidirectional=layer.bidirectional, **options).double()
-    torchs.load_state_dict({k: v for k, v in layer.state_dict().items() if not k.startswith("mask")})
-    return torchs
-
-
 @pytest.fixture(params=["reference", "the CPU's", "torch"])
 def kernels(request, monkeypatch):
     if request.param == "torch":
@@ -93,7 +84,8 @@ def make(cell, block=None, **options):
 def check(layer, lengths, layout, dtype=torch.float64, with_state=True):
     """All results and gradients of a layer against those of its episodes, each alone, in float64."""
     torch.manual_seed(1)
-    layer, exact = layer.to(dtype), twin(layer.to(dtype))
+    layer, exact = layer.to(dtype), twin(layer.to(dtype)).double()
+    exact.batch_first = False  # for episodes in rows of steps
     resets, directions = random_resets(lengths), 2 if layer.bidirectional else 1
     x = torch.randn(max(lengths), len(lengths), 5).to(dtype)
     count = 2 if layer.mode == "LSTM" else 1

@@ -27,6 +27,7 @@ from recurrent_layers import (
     assert_results_close,
     assert_uses_kernel,
     by,
+    fit,
     forget_calls,
     gradients,
     inputs,
@@ -397,14 +398,6 @@ def test_weights_put_in_the_parameters_place(kernel, monkeypatch):
     assert_results_close(copy.deepcopy(layer)(x, hx), twin(layer)(x, hx), 1e-12)
 
 
-def train(module, x):
-    optimizer = torch.optim.AdamW(module.parameters(), 0.05)
-    for batch in x:
-        optimizer.zero_grad()
-        module(batch)[0].square().mean().backward()
-        optimizer.step()
-
-
 def models():
     for make_dense in (False, True):
         torch.manual_seed(0)
@@ -424,9 +417,9 @@ def errors_of_training(by_torch):
         mesh = init_device_mesh("cpu", (2,))
         for wrap in (nn.parallel.DistributedDataParallel, lambda layer: fully_shard(layer, mesh=mesh)):
             for single, shared in zip(models(), models(), strict=True):
-                train(single, x[:4])
+                fit(single, x[:4])
                 module = wrap(shared)
-                train(module, x[:4, :, 2 * rank : 2 * rank + 2])
+                fit(module, x[:4, :, 2 * rank : 2 * rank + 2])
                 with torch.no_grad():
                     errors.append((module(x[4])[0] - single(x[4])[0]).abs().max().item())
     backends._plan_dense.cache_clear()

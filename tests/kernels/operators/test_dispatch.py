@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, jacfwd, jacrev, vjp, vmap
 from torch.nn.utils.rnn import pack_sequence
 
 import ostinato
-from comparisons import same_bits
+from comparisons import assert_all_close, same_bits
 from ostinato.kernels.operators.dispatch import gradient, operator
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -109,11 +109,6 @@ def loss(function, *inputs):
     return (h * h.shape[-1]).sin().sum() + h_last.square().sum()
 
 
-def assert_close(got, want):
-    for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_by_function_transforms(name, device):
@@ -121,10 +116,10 @@ def test_gradients_by_function_transforms(name, device):
     everything = tuple(range(len(inputs)))
     leaves = [x.clone().requires_grad_() for x in inputs]
     want = torch.autograd.grad(loss(function, *leaves), leaves)
-    assert_close(grad(functools.partial(loss, function), everything)(*inputs), want)
+    assert_all_close(grad(functools.partial(loss, function), everything)(*inputs), want)
     value, pull = vjp(functools.partial(loss, function), *inputs)
-    assert_close([value], [loss(function, *inputs)])
-    assert_close(pull(torch.ones_like(value)), want)
+    assert_all_close([value], [loss(function, *inputs)])
+    assert_all_close(pull(torch.ones_like(value)), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -137,9 +132,9 @@ def test_jacobians_at_once_are_those_row_by_row(name, device):
     by_transform = jacrev(function, everything)(*inputs)
     forward = jacobian(vectorize=True, strategy="forward-mode")
     for i in range(2):
-        assert_close(at_once[i], want[i])
-        assert_close(forward[i], want[i])
-        assert_close(by_transform[i], want[i])
+        assert_all_close(at_once[i], want[i])
+        assert_all_close(forward[i], want[i])
+        assert_all_close(by_transform[i], want[i])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -153,7 +148,7 @@ def test_a_batch_of_gradients(name, device):
         together = torch.autograd.grad(chosen, leaves, batch, retain_graph=True, is_grads_batched=True)
         for i in range(4):
             want = torch.autograd.grad(chosen, leaves, [g[i] for g in batch], retain_graph=True)
-            assert_close([g[i] for g in together], want)
+            assert_all_close([g[i] for g in together], want)
 
 
 @pytest.mark.filterwarnings("error")
@@ -171,12 +166,12 @@ def test_vmap_is_a_call_for_each_sample(name, device):
         total = grad(lambda *x, dims=dims: vmap(functools.partial(loss, function), dims)(*x).sum(), everything)(*given)
         for k in range(3):
             one = [samples[i][k] if i in batched else x for i, x in enumerate(inputs)]
-            assert_close([y[k] for y in got], function(*one))
-            assert_close([g[k] for g in gradients], gradient(*one))
+            assert_all_close([y[k] for y in got], function(*one))
+            assert_all_close([g[k] for g in gradients], gradient(*one))
         for i in everything:
-            assert_close([total[i]], [gradients[i].movedim(0, -1) if i in batched else gradients[i].sum(0)])
+            assert_all_close([total[i]], [gradients[i].movedim(0, -1) if i in batched else gradients[i].sum(0)])
     twice = vmap(vmap(function))(*[torch.stack((x, 2 * x)) for x in samples])
-    assert_close([y[1, 2] for y in twice], function(*[2 * x[2] for x in samples]))
+    assert_all_close([y[1, 2] for y in twice], function(*[2 * x[2] for x in samples]))
 
 
 def test_vmap_over_boundaries():
@@ -184,7 +179,7 @@ def test_vmap_over_boundaries():
     bounds = torch.tensor([[0, 4, 4, 9], [0, 1, 2, 9], [0, 0, 0, 9]], dtype=torch.int32)
     got = vmap(lambda a, b, c: ostinato.linear_scan(a, b, cu_seqlens=c))(a, b, bounds)
     for k in range(3):
-        assert_close([y[k] for y in got], ostinato.linear_scan(a[k], b[k], cu_seqlens=bounds[k]))
+        assert_all_close([y[k] for y in got], ostinato.linear_scan(a[k], b[k], cu_seqlens=bounds[k]))
 
 
 def test_vmap_over_an_operator_that_has_no_channels():
@@ -196,7 +191,7 @@ def test_vmap_over_an_operator_that_has_no_channels():
         lambda ctx, first, second: ((first + 2 * second) * ctx.times, None),
     )
     x = random(4, 3)
-    assert_close(vmap(double, (0, None))(x, 5), (5 * x, 10 * x))
+    assert_all_close(vmap(double, (0, None))(x, 5), (5 * x, 10 * x))
     assert torch.equal(vmap(grad(lambda y: sum(double(y, 5)).sum()))(x), torch.full_like(x, 15))
 
 
@@ -218,17 +213,17 @@ def test_hessians(name, device):
     first = inputs[:2]
     want = torch.autograd.functional.hessian(of_sum, first)
     for row, wanted in zip(torch.func.hessian(of_sum, (0, 1))(*first), want, strict=True):
-        assert_close(row, wanted)
+        assert_all_close(row, wanted)
     want = torch.autograd.functional.hessian(of_two, first)
     for transform in (torch.func.hessian, lambda f, i: jacrev(jacrev(f, i), i), lambda f, i: jacfwd(jacfwd(f, i), i)):
         got = transform(of_two, (0, 1))(*first)
         for row, wanted in zip(got, want, strict=True):
-            assert_close(row, wanted)
+            assert_all_close(row, wanted)
     gradients = torch.func.grad(of_two, (0, 1))
     leaves = tuple(x.detach().requires_grad_() for x in first)
     kept = torch.autograd.grad(of_two(*leaves), leaves, create_graph=True)
     want = torch.autograd.grad(sum(g.square().sum() for g in kept), leaves)
-    assert_close(grad(lambda *xs: sum(g.square().sum() for g in gradients(*xs)), (0, 1))(*first), want)
+    assert_all_close(grad(lambda *xs: sum(g.square().sum() for g in gradients(*xs)), (0, 1))(*first), want)
     step = [1e-6 * torch.randn_like(x) for x in first]
     ahead, behind = (gradients(*(x + sign * y for x, y in zip(first, step, strict=True))) for sign in (1, -1))
     moved = torch.func.jvp(gradients, first, tuple(step))[1]
@@ -255,4 +250,4 @@ def test_what_no_transform_can_do_is_said():
 def test_compiled_vmap(backend):
     a, b = random(3, 2, 5, 2), random(3, 2, 5, 2)
     compiled = torch.compile(vmap(ostinato.linear_scan), fullgraph=True, backend=backend)
-    assert_close(compiled(a, b), vmap(ostinato.linear_scan)(a, b))
+    assert_all_close(compiled(a, b), vmap(ostinato.linear_scan)(a, b))

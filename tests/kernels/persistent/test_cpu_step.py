@@ -10,6 +10,7 @@ from ostinato.kernels.persistent import cpu
 from ostinato.kernels.persistent.cpu.step_matrices import MOST_SEQUENCES
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.recurrent.cells import by_cells
+from recurrent_layers import flat
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6}
 # Sequences, inputs, units: whole vectors of inputs, rows read at once and groups of units, and with some left over.
@@ -107,8 +108,3 @@ def test_gradients_against_float64(cell, dtype):
                 if wanted:
                     scale = expected.abs().amax().clamp(min=1)
                     torch.testing.assert_close(got.double() / scale, expected / scale, rtol=0, atol=TOLERANCE[dtype])
-
-
-def flat(result):
-    output, new = result
-    return output, *new
