@@ -162,14 +162,16 @@ def test_gradients(case):
     assert torch.autograd.gradcheck(results, (*arguments, *h0), fast_mode=True)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [4, 0])
 @pytest.mark.parametrize("case", CASES)
-def test_derivatives_of_derivatives_and_forward_mode(case):
+def test_derivatives_of_derivatives_and_forward_mode(case, length, reverse):
     function = CASES[case][0]
-    arguments, h0 = inputs(case, length=4, channels=2)
+    arguments, h0 = inputs(case, length=length, channels=2)
     given = (*arguments, *h0)
 
     def results(*given):
-        states, last = call(function, given[: len(arguments)], given[len(arguments) :])
+        states, last = call(function, given[: len(arguments)], given[len(arguments) :], reverse=reverse)
         return (*states, *last)
 
     assert torch.autograd.gradgradcheck(results, given, fast_mode=True)

@@ -211,7 +211,8 @@ def shift(h: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
     outside = h.new_full((h.shape[0], 1, h.shape[2]), zero)
     start = outside if h0 is None else h0.to(h.dtype)[:, None]
     if cu_seqlens is None:
-        return torch.cat((h[:, 1:], start) if reverse else (start, h[:, :-1]), 1)
+        # Cut when both are together, as h may have no steps.
+        return torch.cat((h, start), 1)[:, 1:] if reverse else torch.cat((start, h), 1)[:, :-1]
     before = torch.cat((h[:, 1:], outside) if reverse else (outside, h[:, :-1]), 1)
     steps = torch.arange(h.shape[1], dtype=cu_seqlens.dtype, device=h.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), steps, right=True)  # that a step belongs to
