@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -408,6 +409,7 @@ def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
         (lambda: ostinato.MinGRU(4, 4, dtype="float32"), TypeError, "dtype must be None or .*; got 'float32'"),
         (lambda: ostinato.MinGRU(4, 4, 2, dropout=1.5), ValueError, "dropout must be a probability.* got 1.5"),
         (lambda: ostinato.MinGRU(4, 4, 2, dropout="0.5"), TypeError, "dropout must be a number; got str"),
+        (lambda: ostinato.MinGRU(4, 4, dtype=np.zeros(2)), TypeError, "dtype must be None or .*; got array"),
         (lambda: ostinato.MinGRU(4, 4, candidate="relu"), ValueError, "candidate must be one of .* got 'relu'"),
         (lambda: ostinato.MinGRUCell(4, 4, backend="tpu"), ValueError, "backend must be one of .* got 'tpu'"),
         (lambda: ostinato.MinGRU(4, 4)(torch.randn(4)), ValueError, r"input must have shape .* got \(4,\)"),

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -514,6 +515,7 @@ FINE = torch.rand(1, 6, 3)
         ((FINE, FINE.to("meta")), {}, ValueError, "b must be on the device of a, cpu; got meta"),
         ((FINE, FINE, FINE[0]), {}, ValueError, r"h0 must have shape \(1, 3\); got \(6, 3\)"),
         ((FINE, FINE), {"backend": "gpu"}, ValueError, "backend must be one of .*'auto'.* got 'gpu'"),
+        ((FINE, FINE), {"backend": np.array(["auto"] * 2)}, ValueError, r"backend must be one of .*; got array"),
         ((FINE, FINE), {"backend": "cuda"}, RuntimeError, "backend 'cuda' runs on cuda tensors; got tensors on cpu"),
         ((FINE, FINE), {"resets": [True] * 6}, TypeError, "resets must be a bool tensor; got list"),
         ((FINE, FINE), {"resets": torch.ones(1, 6)}, TypeError, "resets must be .* got a tensor of torch.float32"),

@@ -45,13 +45,13 @@ def check_flags(**flags: bool) -> None:
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:  # an array compares element by element
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
 def check_dtype(dtype: object) -> None:
     """Raise TypeError unless it is one that layers compute in, or None for PyTorch's default."""
-    if dtype is not None and dtype not in FLOAT_DTYPES:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOAT_DTYPES):
         raise TypeError(f"dtype must be None or one of {', '.join(map(str, FLOAT_DTYPES))}; got {dtype!r}")
 
 

@@ -67,7 +67,11 @@ class _Cell:
             dtype=torch.float32 if self.dtype == np.float32 else torch.float64,
         ).requires_grad_(False)
         self.input_size, self.hidden_size, self.candidate = input_size, hidden_size, candidate
-        rng, bound = np.random.default_rng(seed), hidden_size**-0.5
+        try:
+            rng = np.random.default_rng(seed)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"seed must be None, an integer from 0 on or a Generator; {error}") from None
+        bound = hidden_size**-0.5
         self.weight = rng.uniform(-bound, bound, self.weight.shape)
         self.bias = rng.uniform(-bound, bound, self.bias.shape)
 
@@ -164,7 +168,11 @@ class _Cell:
         return x, h
 
     def _floating(self, name: str, value: ArrayLike) -> Array:
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except (RuntimeError, TypeError, ValueError) as error:  # of ragged rows, or a tensor of another kind
+            kind = ValueError if isinstance(error, ValueError) else TypeError
+            raise kind(f"{name} must be an array of a floating dtype; {error}") from None
         if array.dtype.kind != "f":
             raise TypeError(f"{name} must be of a floating dtype; got {array.dtype}")
         return array.astype(self.dtype, copy=False)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +76,7 @@ def prune(
     check_flags(keep_diagonal=keep_diagonal, input_weights=input_weights)
     if any(hasattr(part, "unshard") for part in module.modules()):  # FSDPModule, which takes half a second to import
         raise ValueError("module must be pruned before fully_shard; got one that is sharded")
-    if block not in BLOCKS:
-        raise ValueError(f"block must be one of {', '.join(map(str, BLOCKS))}; got {block!r}")
+    _check_block(block)
     densities = [_densities(layer, density) for layer in layers]
     for layer in layers:
         _check_layer(layer)
@@ -153,6 +153,13 @@ def _check_density(name: str, value: float) -> None:
     check_numbers(**{name: value})
     if not 0 < value <= 1:
         raise ValueError(f"{name} must be a number above 0 and at most 1; got {value!r}")
+
+
+def _check_block(block: object) -> None:
+    # Floats and bools can be equal to these integers, and arrays compare element by element.
+    whole = isinstance(block, tuple) and all(isinstance(n, Integral) and not isinstance(n, bool) for n in block)
+    if not whole or block not in BLOCKS:
+        raise ValueError(f"block must be one of {', '.join(map(str, BLOCKS))}; got {block!r}")
 
 
 def _check_layer(layer: nn.RNNBase) -> None:
