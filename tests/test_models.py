@@ -181,7 +181,7 @@ def test_bad_tokens():
         model(torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="state must have a part for each of 2 blocks; got 1"):
         model(tokens, model.initial_state(3)[:1])
-    with pytest.raises(TypeError, match="prompt must be a tensor; got list"):
+    with pytest.raises(TypeError, match=r"prompt must be a tensor of torch\.int64 or torch\.int32; got list"):
         model.generate([[1]], 1)
     with pytest.raises(TypeError, match="top_k must be an int; got float"):
         model.generate(tokens, 1, top_k=2.0)
@@ -189,6 +189,38 @@ def test_bad_tokens():
         model.generate(tokens, 1, temperature="hot")
     with pytest.raises(TypeError, match="length must be an int; got str"):
         model.generate(torch.zeros(1, 1, dtype=torch.long), "5")
+    with pytest.raises(TypeError, match=r"prompt must be a tensor of torch\.int64 or torch\.int32; got a tensor of"):
+        model.generate(tokens.float(), 1)
+    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator; got int"):
+        model.generate(tokens, 1, generator=0)
+    with pytest.raises(TypeError, match=r"token must be a tensor of torch\.int64 or torch\.int32; got int"):
+        model.step(3, model.initial_state(1))
+    with pytest.raises(ValueError, match=r"token must have shape \(B,\); got \(\)"):
+        model.step(tokens[0, 0], model.initial_state(1))
+    with pytest.raises(ValueError, match=r"cell must be one of .*; got \['gru'\]"):
+        LanguageModel(5, cell=["gru"])
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "message"),
+    [
+        (lambda last, hidden: None, TypeError, r"state\[1\] must be a pair, .*; got NoneType"),
+        (lambda last, hidden: (last,), TypeError, r"state\[1\] must be a pair, .*; got tuple"),
+        (lambda last, hidden: (None, hidden), TypeError, r"state\[1\]\[0\] must be a tensor; got NoneType"),
+        # Its first steps would be taken for the last.
+        (lambda last, hidden: (last.repeat(1, 2, 1), hidden), ValueError, r"shape \(3, 3, 12\); got \(3, 6, 12\)"),
+        (lambda last, hidden: (last[:1], hidden), ValueError, r"state\[1\]\[0\] must have shape .*; got \(1, 3, 12\)"),
+    ],
+)
+def test_bad_states(bad, kind, message):
+    model, tokens = make()
+    first, second = model.initial_state(3)
+    with pytest.raises(kind, match=message):
+        model(tokens, [first, bad(*second)])
+    with pytest.raises(kind, match=message):
+        model.step(tokens[:, 0], [first, bad(*second)])
+    with pytest.raises(TypeError, match="state must be a list with a part for each block; got a tensor"):
+        model(tokens, torch.zeros(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +228,7 @@ def test_bad_tokens():
     [
         ({"prompt": torch.zeros(1, 0, dtype=torch.long)}, "at least one token; got shape \\(1, 0\\)"),
         ({"prompt": torch.zeros(0, 3, dtype=torch.long)}, "at least one token; got shape \\(0, 3\\)"),
-        ({"prompt": torch.zeros(4, dtype=torch.long)}, "\\(batch, time\\).* got shape \\(4,\\)"),
+        ({"prompt": torch.zeros(4, dtype=torch.long)}, "prompt must have shape \\(B, T\\); got \\(4,\\)"),
         ({"length": -1}, "length must be at least 0; got -1"),
         ({"temperature": -0.5}, "temperature must be finite and at least 0; got -0.5"),
         ({"temperature": math.nan}, "temperature must be finite and at least 0; got nan"),

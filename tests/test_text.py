@@ -58,6 +58,13 @@ def test_unknown_character(character):
         Vocabulary("ac").encode("ac" + character)
 
 
+@pytest.mark.parametrize("call", [Vocabulary.of, Vocabulary("ab").encode])
+def test_what_is_no_text(call):
+    for text in (b"ab", ["a", "b"], None):
+        with pytest.raises(TypeError, match=f"text must be a str; got {type(text).__name__}"):
+            call(text)
+
+
 @pytest.mark.parametrize("characters", ["", "ba", "aab"])
 def test_characters_that_are_no_vocabulary(characters):
     with pytest.raises(ValueError, match=f"characters must be at least one, each once, sorted .*; got '{characters}'"):

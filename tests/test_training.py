@@ -170,6 +170,13 @@ def test_wrong_arguments_are_named():
         make([0, 1], 2)
     with pytest.raises(TypeError, match="accumulate must be an int; got float"):
         Trainer(LanguageModel(2, width=8), torch.zeros(500).long(), TrainingSettings(**SMALL), accumulate=2.0)
+    with pytest.raises(TypeError, match="model must be a LanguageModel; got Linear"):
+        Trainer(torch.nn.Linear(2, 2), torch.zeros(500).long(), TrainingSettings(**SMALL))
+    with pytest.raises(TypeError, match="settings must be a TrainingSettings; got dict"):
+        Trainer(LanguageModel(2, width=8), torch.zeros(500).long(), SMALL)
+    for flag in ("compile", "shard", "graph"):
+        with pytest.raises(TypeError, match=f"{flag} must be a bool; got int"):
+            Trainer(LanguageModel(2, width=8), torch.zeros(500).long(), TrainingSettings(**SMALL), **{flag: 1})
     with pytest.raises(ValueError, match="accumulate must be at least 1; got 0"):
         Trainer(LanguageModel(2, width=8), torch.zeros(500).long(), TrainingSettings(**SMALL), accumulate=0)
 

@@ -182,7 +182,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         hidden_size = round(expansion * width)
         sizes = {"hidden_size, expansion * width,": hidden_size, "mlp_ratio * width": round(mlp_ratio * width)}
         check_integers(1, **sizes)
-        if cell not in CELLS:
+        if not isinstance(cell, str) or cell not in CELLS:
             raise ValueError(f"cell must be one of {', '.join(CELLS)}; got {cell!r}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
@@ -226,23 +226,35 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
             logits, (B, T, V), and the state after the last token: a text in two calls gives the logits of one call.
 
         Raises:
-            TypeError: tokens that are not a tensor of torch.int64 or torch.int32.
-            ValueError: tokens that are not (B, T), or a state of another number of blocks.
+            TypeError: tokens that are not a tensor of torch.int64 or torch.int32, or a state that is no list of pairs.
+            ValueError: tokens that are not (B, T), or a state of another number of blocks or sequences.
         """
-        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"tokens must be a tensor of torch.int64 or torch.int32; got {describe(tokens)}")
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens must have shape (B, T); got {tuple(tokens.shape)}")
+        check_tokens("tokens", tokens, "(B, T)", 2)
         if state is None:
             state = self.initial_state(tokens.size(0))
-        if len(state) != len(self.blocks):
-            raise ValueError(f"state must have a part for each of {len(self.blocks)} blocks; got {len(state)}")
+        self._check_state(state, tokens.size(0))
         x = self.dropout(self.embedding(tokens))
         after = []
         for block, before in zip(self.blocks, state, strict=True):
             x, new = block(x, before)
             after.append(new)
         return self.head(self.norm(x)), after
+
+    def _check_state(self, state: State, batch_size: int) -> None:
+        """Raise TypeError or ValueError unless it fits the blocks; recurrent layers check their own parts."""
+        if not isinstance(state, list | tuple):
+            raise TypeError(f"state must be a list with a part for each block; got {describe(state)}")
+        if len(state) != len(self.blocks):
+            raise ValueError(f"state must have a part for each of {len(self.blocks)} blocks; got {len(state)}")
+        for index, (block, part) in enumerate(zip(cast(Iterable[Block], self.blocks), state, strict=True)):
+            if not isinstance(part, list | tuple) or len(part) != 2:
+                raise TypeError(
+                    f"state[{index}] must be a pair, the convolution's and the layer's; got {describe(part)}"
+                )
+            check_tensor(f"state[{index}][0]", part[0])
+            expected = batch_size, max(block.conv.kernel_size - 1, 0), block.recurrent.input_size
+            if part[0].shape != expected:
+                raise ValueError(f"state[{index}][0] must have shape {expected}; got {tuple(part[0].shape)}")
 
     def step(self, token: Tensor, state: State) -> tuple[Tensor, State]:
         """One time step in constant time and memory: the logits, (B, V), after ``token``, (B,), and the new state.
@@ -254,6 +266,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
             ValueError: a token that is not (B,), or a model that takes shards of sequences.
         """
         check_unsharded("step", self.sequence_group)
+        check_tokens("token", token, "(B,)", 1)
         logits, state = self(token[:, None], state)
         return logits[:, 0], state
 
@@ -279,8 +292,8 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
             Each token as it is drawn, (B,).
 
         Raises:
-            TypeError: a prompt that is not a tensor, a length or ``top_k`` that is not an integer, a temperature that
-                is not a number.
+            TypeError: a prompt that is not a tensor of torch.int64 or torch.int32, a length or ``top_k`` that is not an
+                integer, a temperature that is not a number, a generator that is not PyTorch's.
             ValueError: an empty prompt, a negative length or temperature, a ``top_k`` below 1, or a model that takes
                 shards of sequences.
 
@@ -292,14 +305,16 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
             torch.Size([2, 5])
         """
         check_unsharded("generate", self.sequence_group)
-        check_tensor("prompt", prompt)
-        if prompt.ndim != 2 or prompt.numel() == 0:
-            raise ValueError(f"prompt must be (batch, time) with at least one token; got shape {tuple(prompt.shape)}")
+        check_tokens("prompt", prompt, "(B, T)", 2)
+        if prompt.numel() == 0:
+            raise ValueError(f"prompt must have at least one token; got shape {tuple(prompt.shape)}")
         check_integers(0, length=length)
         check_integers(1, top_k=1 if top_k is None else top_k)
         check_numbers(temperature=temperature)
         if not 0 <= temperature < float("inf"):
             raise ValueError(f"temperature must be finite and at least 0; got {temperature}")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator; got {describe(generator)}")
         return self._continue(prompt, length, lambda logits: draw(logits, temperature, top_k, generator))
 
     @torch.no_grad()
@@ -313,6 +328,14 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
                 yield token
                 if remaining:
                     logits = step(token)
+
+
+def check_tokens(name: str, tokens: object, shape: str, rank: int) -> None:
+    """Raise TypeError or ValueError unless they are a tensor of integers with as many dimensions."""
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be a tensor of torch.int64 or torch.int32; got {describe(tokens)}")
+    if tokens.dim() != rank:
+        raise ValueError(f"{name} must have shape {shape}; got {tuple(tokens.shape)}")
 
 
 @contextlib.contextmanager

@@ -131,6 +131,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, text: str) -> "Vocabulary":
+        _check_text(text)
         return cls("".join(sorted(set(text))))
 
     def __len__(self) -> int:
@@ -140,8 +141,10 @@ class Vocabulary:
         """The tokens of a text, (len(text),) int32.
 
         Raises:
+            TypeError: a text that is no str.
             ValueError: a character that is not in the vocabulary; names the first.
         """
+        _check_text(text)
         codes = _code_points(text)
         tokens = np.searchsorted(self._codes, codes).clip(max=len(self) - 1)
         unknown = np.flatnonzero(self._codes[tokens] != codes)
@@ -162,6 +165,11 @@ class Vocabulary:
             if not 0 <= token < len(self):
                 raise ValueError(f"tokens must be from 0 to {len(self) - 1}; got {token}")
         return "".join(self.characters[token] for token in tokens)
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"text must be a str; got {type(text).__name__}")
 
 
 def _code_points(text: str) -> np.ndarray:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from ostinato.checks import check_integers, check_numbers
+from ostinato.checks import check_flags, check_integers, check_numbers
 from ostinato.distributed import sequence_parallel
 from ostinato.models import LanguageModel
 from ostinato.processes import Share, part, shard_like
@@ -64,7 +64,8 @@ class Trainer:
             captured at the first step; from then on parameters and buffers must stay the same tensors.
 
     Raises:
-        TypeError: tokens that are not a tensor of integers, or an ``accumulate`` that is not an integer.
+        TypeError: a model or settings of another class, tokens that are not a tensor of integers, an ``accumulate``
+            that is not an integer, or a flag that is not a bool.
         ValueError: tokens that are not (N,), a text too short for a held-out chunk, an unknown precision, a
             batch or chunk too small for the processes, no micro-batch, a limit in seconds for several of them, or a
             ``graph`` where none can be captured.
@@ -95,6 +96,10 @@ class Trainer:
         accumulate: int = 1,
         graph: bool = False,
     ) -> None:
+        for name, value, kind in (("model", model, LanguageModel), ("settings", settings, TrainingSettings)):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} must be a {kind.__name__}; got {type(value).__name__}")
+        check_flags(compile=compile, shard=shard, graph=graph)
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
         check_integers(1, accumulate=accumulate)
