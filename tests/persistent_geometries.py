@@ -65,6 +65,16 @@ def wide(cell, hidden, batch, dtype, backward, properties=H100):
     return [g for g in dense(cell, hidden, batch, dtype, backward, True, properties) if g.wide]
 
 
+def generated(cell, hidden, batch, dtype, backward, exact=False, properties=H100):
+    """The fastest geometries of a generated cell of each kind: alone, in clusters that share sums or all, in turn."""
+    start = Geometry("dense", "generated", hidden, dtype, 0, 0, 0, backward, exact, generated=cell)
+    found = search.candidates(start, batch, 1.0, None, properties)
+    kinds = {
+        (g.block_groups, g.distributed, g.cluster > 1): g for g in sorted(found, key=lambda g: -microseconds(g, batch))
+    }
+    return list(kinds.values())
+
+
 def streamed(path, *layer, properties=H100, backward=False):
     """Geometries on so few multiprocessors that they read weights from L2, the fewest of each size of clusters."""
     device = search.Device(*(getattr(properties, name) for name in search.Device._fields))

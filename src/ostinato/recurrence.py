@@ -415,8 +415,8 @@ class Recurrence:
         check_floating("weight_hh", weight_hh)
         like = arguments[first]
         width = like.shape[2]
-        products = weight_hh.shape[0] // max(width, 1)
-        if weight_hh.dim() != 2 or weight_hh.shape != (products * width, width) or not 0 < products <= len(arguments):
+        products = max(1, weight_hh.shape[0] // max(width, 1)) if weight_hh.dim() == 2 else 0
+        if weight_hh.shape != (products * width, width) or products > len(arguments):
             shape = f"(G * {width}, {width}), for the first G of {len(arguments)} arguments"
             raise ValueError(f"weight_hh must have shape {shape}; got {tuple(weight_hh.shape)}")
         if weight_hh.device != like.device:

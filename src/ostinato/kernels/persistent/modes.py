@@ -83,6 +83,6 @@ def _transforms() -> list[Any]:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
-    """Disables autocast, if it is enabled."""
-    is_on = torch.is_autocast_enabled(device_type)
+    """Disables autocast, if it is enabled; it does not know "meta"."""
+    is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if is_on else nullcontext()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.recurrence.arguments import initial_states, split
 from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
@@ -14,7 +15,8 @@ from ostinato.kernels.scan import order_of
 
 def with_products(arguments: Sequence[Tensor], h: Tensor, weight_hh: Tensor) -> list[Tensor]:
     """The arguments of one step, (B, D) or (D,), to the first of which the weights' products with h are added."""
-    products = F.linear(h, weight_hh).chunk(weight_hh.shape[0] // weight_hh.shape[1], -1)
+    with without_autocast(h.device.type):  # as the kernels are, which add the products in full
+        products = F.linear(h, weight_hh).split(weight_hh.shape[1], -1)
     sums = [x + product for x, product in zip(arguments, products, strict=False)]
     return [*sums, *arguments[len(sums) :]]
 

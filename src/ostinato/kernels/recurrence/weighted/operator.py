@@ -9,6 +9,7 @@ from torch import Tensor
 from ostinato.kernels.matmul.gemm import gradient_of_weight, linear
 from ostinato.kernels.matmul.precision import layers_allow_tf32
 from ostinato.kernels.operators.dispatch import gradient, gradients, operator, or_empty
+from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.persistent.reference import previous
 from ostinato.kernels.recurrence.arguments import last_shape, or_zeros
 from ostinato.kernels.recurrence.symbolic.trace import parse
@@ -46,7 +47,8 @@ def _forward(
         return [*states, *(y.zero_() if x is None else x.clone() for x, y in zip(initial, last, strict=False))]
     order = order_of(cu_seqlens, resets, reverse)
     rows, layer = _rows_and_layer(recurrence, weight_hh, sequences, parameters, initial[:count], order)
-    after, last = _executor_of(layer, sequences, False).forward(layer, rows.of(sequences))
+    with without_autocast(sequences.device.type):
+        after, last = _executor_of(layer, sequences, False).forward(layer, rows.of(sequences))
     return [*map(rows.back, after), *map(rows.states_back, last)]
 
 
@@ -147,15 +149,15 @@ def _backward_impl(
     firsts: Sequence[Tensor | None] = layer.initial or [None] * count
     before = [previous(rows.of(y), x, layer.sequences) for y, x in zip(states, firsts, strict=True)]
     tf32, given, exchanged = layers_allow_tf32(sequences.device, sequences.dtype), rows.of(sequences), layer.exchanged
-    sums = linear(before[0], weight_hh, None, tf32).add_(given[:, :exchanged])
-    if exchanged < given.shape[1]:
-        sums = torch.cat([sums, given[:, exchanged:]], 1)
     of_rows = [rows.of(g) if g.numel() else None for g in grads]
     of_last: list[Tensor | None] = [rows.of_states(g) if g.numel() else None for g in grads_last]
-    found, of_parameters, of_firsts = _executor_of(layer, sequences, True).backward(
-        layer, sums, before, of_rows, of_last
-    )
-    of_weight = gradient_of_weight(found[:, :exchanged], before[0], tf32=tf32)
+    executor = _executor_of(layer, sequences, True)
+    with without_autocast(sequences.device.type):
+        sums = linear(before[0], weight_hh, None, tf32).add_(given[:, :exchanged])
+        if exchanged < given.shape[1]:
+            sums = torch.cat([sums, given[:, exchanged:]], 1)
+        found, of_parameters, of_firsts = executor.backward(layer, sums, before, of_rows, of_last)
+        of_weight = gradient_of_weight(found[:, :exchanged], before[0], tf32=tf32)
     of_initial = [
         sequences.new_empty(0) if x is None else rows.states_back(g) for x, g in zip(initial, of_firsts, strict=True)
     ]

@@ -1,0 +1,305 @@
+"""Recurrences with recurrent weights in the persistent CUDA kernels: their cells, and what runs them on a GPU."""
+
+import functools
+import itertools
+import math
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from comparisons import same_bits
+from gpus import H100
+from ostinato.kernels.persistent.cuda import launch as cuda_launch
+from ostinato.kernels.persistent.sequences import Sequences
+from ostinato.kernels.recurrence.symbolic.tracer import trace
+from ostinato.kernels.recurrence.weighted import operator, persistent, stepwise
+from ostinato.kernels.recurrence.weighted.cell import print_cell
+from ostinato.kernels.recurrence.weighted.layer import Layer
+from persistent_cases import TOLERANCE, assert_compiles, errors
+from persistent_geometries import generated
+from weighted_cells import CELLS, call, inputs
+
+f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@functools.cache
+def traced(cell):
+    """The trace of a call, in which all arguments with products are sequences."""
+    function, _, kinds, products = CELLS[cell]
+    return trace(function.function, (True,) * products + kinds[products:], function.states)
+
+
+def printed(cell):
+    return print_cell(traced(cell), CELLS[cell][3])
+
+
+# What the text of a cell is evaluated with.
+NAMES = {
+    "Compute": float,
+    "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+    "hyperbolic_tangent": math.tanh,
+    "hyperbolic_tangent_slope": lambda x: 1 - math.tanh(x) ** 2,
+    "maximum": max,
+}
+
+
+def evaluated(code, method, out, **given):
+    """What a method of the struct writes to each array of ``out``, which says how long they are."""
+    (body,) = re.findall(rf"void {method}\([^)]*\) {{\n(.*?)\n    }}", code, re.DOTALL)
+    arrays = {name: [math.nan] * size for name, size in out.items()}
+    lines = re.sub(r"^ *(const (Compute|bool) )?(.*);$", r"\3", body, flags=re.MULTILINE)
+    exec(re.sub(r"= (.+) \? (.+) : (.+)$", r"= \2 if \1 else \3", lines, flags=re.MULTILINE), NAMES | given | arrays)
+    return arrays
+
+
+def of_units(state, x, y, gain):
+    h, c = state
+    c = 0.9 * c + torch.where(x > 0, y, gain * h)
+    return torch.relu(c) + h.detach() * x, c
+
+
+# A function, its kinds of arguments, states, and products; the derivatives of a step that are kept.
+PRINTED = {
+    "peephole": (CELLS["peephole"][0].function, (True,) * 4 + (False,) * 3, 2, 4, 14),
+    "gru": (CELLS["gru"][0].function, (True,) * 4, 1, 3, 5),
+    "janet": (CELLS["janet"][0].function, (True, True), 1, 2, 3),
+    "elman": (CELLS["elman"][0].function, (True,), 1, 1, 1),  # the state is in the products alone
+    "leaky": (lambda h, x: 0.9 * h - x, (True,), 1, 1, 0),  # whose derivatives are constants
+    "of parameters": (lambda h, x, u, v: F.relu(u * h + x * v), (True, False, False), 1, 1, 4),
+    "of tests": (of_units, (True, True, False), 2, 2, 8),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_printed_cells_compute_the_function_and_its_derivatives(name):
+    function, kinds, states, products, kept = PRINTED[name]
+    cell = print_cell(trace(function, kinds, states), products)
+    assert cell[1:] == (products, sum(kinds), kinds.count(False), states, kept)
+    constants = {k: int(v) for k, v in re.findall(r"([A-Z]+) = (\d+)", cell.code)}
+    names = "PRODUCTS", "SEQUENCES", "PARAMETERS", "STATES", "DERIVATIVES"
+    assert constants == dict(zip(names, cell[1:], strict=True))
+    assert len(set(re.findall(r"slope\[\d+\](?= =)", cell.code))) == kept
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        before, grads = torch.randn(2, states, generator=generator, dtype=torch.float64)
+        arguments = torch.randn(len(kinds), generator=generator, dtype=torch.float64)
+        leaves = [*before.requires_grad_(), *arguments.requires_grad_()]
+        after = function(tuple(leaves[:2]) if states == 2 else leaves[0], *leaves[states:])
+        after = torch.stack(after if states == 2 else (after,))
+        wanted = torch.autograd.grad(after, (before, arguments), grads, allow_unused=True, materialize_grads=True)
+        values = arguments.tolist()
+        given = {
+            "before": before.tolist(),
+            "x": [v for v, kind in zip(values, kinds, strict=True) if kind],
+            "parameter": [v for v, kind in zip(values, kinds, strict=True) if not kind],
+        }
+        forward = evaluated(cell.code, "forward", {"after": states}, **given)
+        slope = evaluated(cell.code, "differentiate", {"slope": kept}, **given)["slope"]
+        out = {"of_states": states, "of_arguments": len(kinds)}
+        pulled = evaluated(cell.code, "pull", out, slope=slope, grad=grads.tolist())
+        assert forward["after"] == pytest.approx(after.tolist(), rel=1e-12)
+        assert pulled["of_states"] == pytest.approx(wanted[0].tolist(), rel=1e-12)
+        by_kind = [g for kind in (True, False) for g, own in zip(wanted[1].tolist(), kinds, strict=True) if own == kind]
+        assert pulled["of_arguments"] == pytest.approx(by_kind, rel=1e-12)
+
+
+def test_of_a_derivative_that_is_zero_nothing_is_kept_or_multiplied():
+    code = print_cell(trace(lambda state, x: (torch.tanh(state[1] + x), state[1] + x), (True,), 2), 1).code
+    pull = code[code.index("void pull") :]
+    assert "of_states[0] = 0;" in pull
+    assert "of_states[1] = slope[0] * grad[0] + Compute(1.0) * grad[1];" in pull
+
+
+# A small layer, and one whose blocks may compute two groups in turn.
+SMALL, LARGE = ("peephole", 130, 5, f32), ("gru", 512, 128, bf16)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "layer", "kinds"),
+    [
+        ("sm_80", SMALL, {(1, False)}),
+        ("sm_90", SMALL, {(1, False), (1, True)}),
+        ("sm_90", LARGE, {(1, False), (1, True), (2, False)}),
+        ("sm_100", LARGE, {(1, False), (1, True), (2, False)}),
+    ],
+)
+def test_kernels_of_generated_cells_compile_without_a_gpu(architecture, layer, kinds, backward):
+    pytest.importorskip("cuda.core")
+    cell, *sizes = layer
+    properties = SimpleNamespace(**{**vars(H100), "major": int(architecture[3:]) // 10})
+    found = generated(printed(cell), *sizes, backward, cell == "peephole", properties)
+    assert {(g.block_groups, g.distributed) for g in found} == kinds
+    for k, chosen in enumerate(found):
+        assert_compiles(chosen, architecture, resets=k % 2 == 0, packed=k % 2 == 0)
+
+
+class Case:
+    """A layer with random weights on a GPU, and random sequences, packed or not."""
+
+    def __init__(self, cell, hidden, batch, dtype, steps, packed=False, resets=0.0, reverse=False):
+        function, _, _, products = CELLS[cell]
+        self.trace, self.dtype = traced(cell), dtype
+        sizes = [batch] * steps
+        if packed:
+            lengths = [steps, *(random.randint(1, steps) for _ in range(batch - 1))]
+            sizes = [sum(length > t for length in lengths) for t in range(steps)]
+        offsets = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32).cuda() if packed else None
+        count, width = sum(sizes), sum(self.trace.sequences) * hidden
+        marks = (torch.rand(count) < resets).cuda() if resets else None
+        self.sequences = Sequences(batch, offsets, marks, reverse)
+        self.weight = self.random(products * hidden, hidden, scale=hidden**-0.5)
+        self.parameters = [self.random(hidden) for _ in range(self.trace.sequences.count(False))]
+        self.initial, self.grads_last = ([self.random(batch, hidden) for _ in range(function.states)] for _ in range(2))
+        self.rows, self.sums = self.random(count, width), self.random(count, width)
+        self.before, self.grads = ([self.random(count, hidden) for _ in range(function.states)] for _ in range(2))
+
+    def random(self, *shape, scale=1.0):
+        return (torch.randn(shape) * scale).to(self.dtype).cuda()
+
+    def forward(self, executor, convert=lambda x: x):
+        """All states and the last ones."""
+        states, last = executor.forward(self._layer(convert), convert(self.rows).clone())
+        return [*states, *last]
+
+    def backward(self, executor, convert=lambda x: x):
+        """All gradients, of states and sums that are any numbers."""
+        tensors = self.before, self.grads, self.grads_last
+        given = ([convert(x) for x in own] for own in tensors)
+        of_rows, of_parameters, of_initial = executor.backward(self._layer(convert), convert(self.sums).clone(), *given)
+        return [of_rows, of_parameters, *of_initial]
+
+    def _layer(self, convert):
+        parameters, initial = ([convert(x) for x in own] for own in (self.parameters, self.initial))
+        return Layer(self.trace, convert(self.weight), parameters, initial, self.sequences)
+
+
+WAYS = [  # steps, packed, resets, reverse
+    (13, False, 0.0, False),
+    (34, True, 0.2, True),
+    (9, False, 0.2, True),
+    (1, True, 0.0, False),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        ("peephole", 8, 1, f32),
+        ("peephole", 130, 5, f16),
+        ("janet", 101, 23, bf16),
+        ("elman", 256, 16, f32),
+        ("gru", 512, 64, bf16),
+        ("gru", 512, 128, f32),
+        ("peephole", 515, 70, f16),
+        ("gru", 1000, 3, f16),
+    ],
+    ids=str,
+)
+def test_every_kind_of_geometry_matches_the_steps_in_float64(layer, exact, nan_memory):
+    cell, hidden, batch, dtype = layer
+    if not exact and dtype != f32:
+        pytest.skip("only float32 is rounded")
+    torch.manual_seed(0)
+    properties = torch.cuda.get_device_properties(0)
+    for backward in (False, True):
+        for geometry in generated(printed(cell), hidden, batch, dtype, backward, exact, properties):
+            for steps, packed, resets, reverse in WAYS:
+                case = Case(cell, hidden, batch, dtype, steps, packed, resets, reverse)
+                run, executor = case.backward if backward else case.forward, persistent.Persistent(geometry)
+                found, again = run(executor), run(executor)
+                torch.cuda.synchronize()
+                cuda_launch.check(0)
+                assert same_bits(found, again), geometry
+                expected = run(stepwise, torch.Tensor.double)
+                theirs = errors(run(stepwise), expected).max()
+                tolerance = 1e-3 if dtype == f32 and not exact else TOLERANCE[dtype]
+                assert errors(found, expected).max() < max(tolerance, 4 * theirs), (geometry, steps, packed)
+
+
+def options_of(layout, batch, steps):
+    """The batch, the sequences, and the options of a call."""
+    resets = (torch.rand(1 if layout == "packed" else batch, steps) < 0.2).cuda()
+    if layout == "packed":  # some without steps
+        cuts = sorted(random.randint(0, steps) for _ in range(batch - 1))
+        cu_seqlens = torch.tensor([0, *cuts, steps], dtype=torch.int32).cuda()
+        return 1, batch, {"cu_seqlens": cu_seqlens, "resets": resets, "reverse": True}
+    return batch, batch, {} if layout == "plain" else {"resets": resets}
+
+
+def run(cell, leaves, options):
+    """The results of a call, and the gradients of a sum of them with the cosine of each."""
+    count = len(CELLS[cell][2])
+    results = call(cell, leaves[0], leaves[1 : 1 + count], leaves[1 + count :], **options)
+    return [*results, *torch.autograd.grad(results, leaves, [y.detach().cos() for y in results])]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("dtype", [f32, f16, bf16], ids=str)
+@pytest.mark.parametrize("layout", ["plain", "resets", "packed"])
+@pytest.mark.parametrize(("cell", "hidden", "batch"), [("peephole", 32, 70), ("gru", 250, 7), ("janet", 1000, 1)])
+def test_calls_match_those_in_float64(cell, hidden, batch, layout, dtype, tf32, nan_memory, monkeypatch):
+    if tf32 and dtype != f32:
+        pytest.skip("only float32 is rounded")
+    monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", "tf32" if tf32 else "ieee")
+    torch.manual_seed(0)
+    random.seed(0)
+    rows, sequences, options = options_of(layout, batch, 40)
+    weight, arguments, h0 = inputs(cell, rows, 40, hidden, sequences, dtype, "cuda")
+    leaves, used = [weight, *arguments, *h0], []
+    choose = persistent.executor_of
+    monkeypatch.setattr(persistent, "executor_of", lambda *given: used.append(choose(*given)) or used[-1])
+    found, again = run(cell, leaves, options), run(cell, leaves, options)
+    assert len(used) == 4
+    assert all(isinstance(executor, persistent.Persistent) for executor in used)
+    assert same_bits(found, again)
+    expected = run(cell, [x.detach().double().requires_grad_() for x in leaves], options)
+    monkeypatch.setattr(operator, "_executor_of", lambda *_: stepwise)
+    theirs = errors(run(cell, leaves, options), expected).max()
+    assert errors(found, expected).max() < max(1e-3 if tf32 else TOLERANCE[dtype], 4 * theirs)
+
+
+@pytest.mark.gpu
+def test_what_does_not_fit_runs_step_by_step():
+    def executor_of(cell, hidden, dtype, batch=4):
+        # Of the weight only the shape is read.
+        weight = torch.empty(1, 1, dtype=dtype, device="cuda").expand(CELLS[cell][3] * hidden, hidden)
+        like = torch.empty(batch, 3, hidden, dtype=dtype, device="cuda")
+        layer = Layer(traced(cell), weight, [], None, Sequences(batch))
+        return [persistent.executor_of(layer, like, backward) for backward in (False, True)]
+
+    for cell in CELLS:
+        assert all(isinstance(x, persistent.Persistent) for x in executor_of(cell, 256, f16))
+    assert executor_of("gru", 256, torch.float64) == [None, None]
+    assert executor_of("peephole", 16384, f16) == [None, None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["resets", "packed"])
+def test_a_captured_call_equals_one_that_is_launched(layout):
+    torch.manual_seed(0)
+    random.seed(0)
+    rows, sequences, options = options_of(layout, 5, 20)
+    weight, arguments, h0 = inputs("peephole", rows, 20, 96, sequences, f16, "cuda")
+    leaves = [weight, *arguments, *h0]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run("peephole", leaves, options)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run("peephole", leaves, options)
+    for _ in range(2):
+        with torch.no_grad():
+            for x in leaves:
+                x.mul_(0.9)
+        graph.replay()
+        assert same_bits(captured, run("peephole", leaves, options))

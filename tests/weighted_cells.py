@@ -1,0 +1,78 @@
+"""Recurrences with recurrent weights, each with one step of it written in another way, their inputs and calls."""
+
+import torch
+
+import ostinato
+
+
+@ostinato.recurrence
+def peephole(state, i, f, g, o, p_i, p_f, p_o):  # Gers and Schmidhuber (2000)
+    _, c = state
+    c_next = torch.sigmoid(f + p_f * c) * c + torch.sigmoid(i + p_i * c) * torch.tanh(g)
+    return torch.sigmoid(o + p_o * c_next) * torch.tanh(c_next), c_next
+
+
+@ostinato.recurrence
+def gru(h, r, z, b, n):  # as torch.nn's: of the products, the last are with a bias of their own, and gated
+    z = torch.sigmoid(z)
+    return z * h + (1 - z) * torch.tanh(n + torch.sigmoid(r) * b)
+
+
+@ostinato.recurrence
+def janet(h, f, c):  # van der Westhuizen and Lasenby, arXiv 1804.04849
+    return torch.sigmoid(f) * h + (1 - torch.sigmoid(f - 1)) * torch.tanh(c)
+
+
+@ostinato.recurrence
+def elman(h, x):
+    return torch.tanh(x)
+
+
+# The same once more, of one sequence, with the state as a tuple and without PyTorch's sigmoid.
+def logistic(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+def peephole_step(state, i, f, g, o, p_i, p_f, p_o):
+    c = state[1] / (1 + torch.exp(-f - p_f * state[1])) + g.tanh() / (1 + torch.exp(-i - p_i * state[1]))
+    return c.tanh() / (1 + torch.exp(-o - p_o * c)), c
+
+
+def gru_step(state, r, z, b, n):
+    n = torch.tanh(n + logistic(r) * b)
+    return (n + logistic(z) * (state[0] - n),)
+
+
+def janet_step(state, f, c):
+    return (logistic(f) * state[0] + logistic(1 - f) * c.tanh(),)
+
+
+def elman_step(state, x):
+    return (1 - 2 / (1 + torch.exp(2 * x)),)
+
+
+# The recurrence, one step of it, which of its arguments are sequences, and to how many of them products are added.
+CELLS = {
+    "peephole": (peephole, peephole_step, (True,) * 4 + (False,) * 3, 4),
+    "gru": (gru, gru_step, (True, True, False, True), 3),
+    "janet": (janet, janet_step, (True, True), 2),
+    "elman": (elman, elman_step, (True,), 1),
+}
+
+
+def inputs(cell, batch, length, width, sequences=None, dtype=torch.float64, device="cpu"):
+    """The weight, the arguments, and the initial states."""
+    function, _, kinds, products = CELLS[cell]
+    weight = torch.randn(products * width, width) / width**0.5
+    arguments = [torch.randn(batch, length, width) if kind else torch.randn(width) for kind in kinds]
+    h0 = [torch.randn(batch if sequences is None else sequences, width) for _ in range(function.states)]
+    given = [x.to(device, dtype).requires_grad_() for x in (weight, *arguments, *h0)]
+    return given[0], given[1 : 1 + len(kinds)], given[1 + len(kinds) :]
+
+
+def call(cell, weight, arguments, h0, **options):
+    """The states and the last ones, in a row; from zeros if ``h0`` is empty."""
+    function = CELLS[cell][0]
+    given = None if not h0 else tuple(h0) if function.states == 2 else h0[0]
+    results = function(*arguments, weight_hh=weight, h0=given, **options)
+    return (*results[0], *results[1]) if function.states == 2 else results
