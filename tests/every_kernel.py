@@ -18,7 +18,7 @@ import persistent_cases
 import persistent_geometries
 import scan_kernels
 from kernels.persistent import test_cuda_step, test_directions, test_small, test_states_before
-from kernels.recurrence import test_nonlinear_recurrence, test_projected
+from kernels.recurrence import test_nonlinear_recurrence, test_projected, test_weighted
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels.matmul import gemm, grouped
 from ostinato.kernels.persistent import cuda as persistent
@@ -32,6 +32,7 @@ from ostinato.kernels.recurrence.arguments import Call
 from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.linear import projected
 from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
+from ostinato.kernels.recurrence.weighted.persistent import Persistent
 from ostinato.kernels.scan import Order, choose_backend
 from ostinato.kernels.scan.cuda import compose
 from ostinato.minimal.recurrences import recurrence_of
@@ -256,6 +257,21 @@ def wide(hidden, dtype):
         case.check()
 
 
+def weighted(in_clusters, block_groups, cell, *layer):
+    """Kernels of a generated cell."""
+    properties = torch.cuda.get_device_properties(0)
+    for backward in FLAGS:
+        found = persistent_geometries.generated(test_weighted.printed(cell), *layer, backward, properties=properties)
+        for chosen in found:
+            if (chosen.cluster > 1 or chosen.distributed, chosen.block_groups) != (in_clusters, block_groups):
+                continue
+            for packed, resets in ((False, 0.0), (True, 0.3)):
+                case = test_weighted.Case(cell, *layer, steps=6, packed=packed, resets=resets, reverse=packed)
+                run = case.backward if backward else case.forward
+                run(Persistent(chosen))
+    cuda_launch.check(0)
+
+
 def stacks(cell):
     """Layers at once, whose chunks are parts of tensors; their products are cuBLAS's."""
     with pytest.MonkeyPatch.context() as patch:
@@ -314,6 +330,9 @@ PARTS["wide-1152"] = partial(wide, 1152, torch.bfloat16)
 PARTS["wide-2048"] = partial(wide, 2048, torch.float16)
 for kind, in_clusters in {"persistent": False, "clusters": True}.items():
     PARTS[f"{kind}-rounded"] = partial(rounded, in_clusters)
+    PARTS[f"{kind}-weighted"] = partial(weighted, in_clusters, 1, *test_weighted.SMALL)
+    PARTS[f"{kind}-weighted-adjacent"] = partial(weighted, in_clusters, 1, *test_weighted.LARGE)
+    PARTS[f"{kind}-ping-pong-weighted"] = partial(weighted, in_clusters, 2, *test_weighted.LARGE)
     PARTS[f"{kind}-ping-pong"] = partial(ping_pong, in_clusters, "gru", 512, 128, torch.float16)
     PARTS[f"{kind}-ping-pong-rounded"] = partial(ping_pong, in_clusters, "lstm", 512, 64, torch.float32)
     for path, shape in persistent_cases.STREAMED:
