@@ -395,11 +395,11 @@ def test_its_operators_are_as_pytorch_expects_them(packed):
     weight, arguments, h0 = inputs("peephole", batch, 4, sequences=sequences, dtype=torch.float32)
     order = options.get("cu_seqlens"), options.get("resets"), packed, "auto"
     text = peephole.traced(arguments)
-    given = text, weight, *h0, *order, arguments
-    torch.library.opcheck(torch.ops.ostinato.weighted_recurrence.default, given)
+    sequences, parameters = torch.cat(arguments[:4], -1).detach(), torch.cat(arguments[4:]).detach()
+    joined = weight, sequences.requires_grad_(), parameters.requires_grad_(), *h0
+    torch.library.opcheck(torch.ops.ostinato.weighted_recurrence.default, (text, *joined, *order))
     states = [x.detach() for x in call("peephole", weight, arguments, h0, **options)]
-    plain = [x.detach() for x in (weight, *h0)]
-    tensors = [*map(torch.cos, states), *states[:2], *(x.detach() for x in arguments)]
+    plain, tensors = [x.detach() for x in joined], [*map(torch.cos, states), *states[:2]]
     torch.library.opcheck(torch.ops.ostinato.weighted_recurrence_backward.default, (text, *plain, *order, tensors))
 
 

@@ -153,7 +153,7 @@ class Case:
         marks = (torch.rand(count) < resets).cuda() if resets else None
         self.sequences = Sequences(batch, offsets, marks, reverse)
         self.weight = self.random(products * hidden, hidden, scale=hidden**-0.5)
-        self.parameters = [self.random(hidden) for _ in range(self.trace.sequences.count(False))]
+        self.parameters = self.random(self.trace.sequences.count(False), hidden)
         self.initial, self.grads_last = ([self.random(batch, hidden) for _ in range(function.states)] for _ in range(2))
         self.rows, self.sums = self.random(count, width), self.random(count, width)
         self.before, self.grads = ([self.random(count, hidden) for _ in range(function.states)] for _ in range(2))
@@ -174,8 +174,8 @@ class Case:
         return [of_rows, of_parameters, *of_initial]
 
     def _layer(self, convert):
-        parameters, initial = ([convert(x) for x in own] for own in (self.parameters, self.initial))
-        return Layer(self.trace, convert(self.weight), parameters, initial, self.sequences)
+        initial = [convert(x) for x in self.initial]
+        return Layer(self.trace, convert(self.weight), convert(self.parameters), initial, self.sequences)
 
 
 WAYS = [  # steps, packed, resets, reverse
@@ -272,7 +272,7 @@ def test_what_does_not_fit_runs_step_by_step():
         # Of the weight only the shape is read.
         weight = torch.empty(1, 1, dtype=dtype, device="cuda").expand(CELLS[cell][3] * hidden, hidden)
         like = torch.empty(batch, 3, hidden, dtype=dtype, device="cuda")
-        layer = Layer(traced(cell), weight, [], None, Sequences(batch))
+        layer = Layer(traced(cell), weight, like.new_empty(0, hidden), None, Sequences(batch))
         return [persistent.executor_of(layer, like, backward) for backward in (False, True)]
 
     for cell in CELLS:

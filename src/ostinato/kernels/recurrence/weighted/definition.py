@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.kernels.persistent.modes import without_autocast
-from ostinato.kernels.recurrence.arguments import initial_states, split
+from ostinato.kernels.recurrence.arguments import in_order, initial_states
 from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
 from ostinato.kernels.recurrence.symbolic.trace import parse
@@ -35,7 +35,8 @@ def by_steps(
 ) -> tuple[Tensor, ...]:
     """As the operator ``weighted_recurrence``; differentiable."""
     trace = parse(recurrence)
-    arguments = split(trace, (sequences, parameters if False in trace.sequences else None))
+    width = weight_hh.shape[1]
+    arguments = in_order(trace.sequences, sequences.split(width, -1), parameters.split(width))
     like = arguments[0]
     wide = compute_dtype(backend, like)
     weight = weight_hh.to(wide)

@@ -61,7 +61,7 @@ def _widened(x: Tensor, copy: bool = False) -> Tensor:
 
 def _carried(given: Sequence[Tensor | None] | None, count: int, zeros: Tensor) -> list[Tensor]:
     """The states, or their gradients, before the first step that is taken, in memory of their own."""
-    return [zeros.clone() if x is None else x.to(zeros.dtype, copy=True) for x in given or [None] * count]
+    return [torch.zeros_like(zeros).copy_(zeros if x is None else x) for x in given or [None] * count]
 
 
 def _advancing(
