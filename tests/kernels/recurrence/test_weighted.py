@@ -219,7 +219,7 @@ def test_every_kind_of_geometry_matches_the_steps_in_float64(layer, exact, nan_m
                 assert same_bits(found, again), geometry
                 expected = run(stepwise, torch.Tensor.double)
                 theirs = errors(run(stepwise), expected).max()
-                tolerance = 1e-3 if dtype == f32 and not exact else TOLERANCE[dtype]
+                tolerance = 4e-3 if dtype == f32 and not exact else TOLERANCE[dtype]
                 assert errors(found, expected).max() < max(tolerance, 4 * theirs), (geometry, steps, packed)
 
 
@@ -263,7 +263,7 @@ def test_calls_match_those_in_float64(cell, hidden, batch, layout, dtype, tf32, 
     expected = run(cell, [x.detach().double().requires_grad_() for x in leaves], options)
     monkeypatch.setattr(operator, "_executor_of", lambda *_: stepwise)
     theirs = errors(run(cell, leaves, options), expected).max()
-    assert errors(found, expected).max() < max(1e-3 if tf32 else TOLERANCE[dtype], 4 * theirs)
+    assert errors(found, expected).max() < max(4e-3 if tf32 else TOLERANCE[dtype], 4 * theirs)
 
 
 @pytest.mark.gpu
