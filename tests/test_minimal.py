@@ -253,6 +253,8 @@ def test_projections_are_refused(cell):
     for proj_size in (2, -1):
         with pytest.raises(ValueError, match=f"proj_size must be 0, projections are not supported; got {proj_size}"):
             LAYERS[cell](3, 5, proj_size=proj_size)
+    with pytest.raises(TypeError, match="proj_size must be an int; got ndarray"):
+        LAYERS[cell](3, 5, proj_size=np.zeros(2))
 
 
 def test_dropout_acts_between_layers_and_only_in_training():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -107,7 +108,9 @@ def test_generate_is_deterministic_by_seed_and_streams():
     assert torch.equal(generate(1, top_k=1), generate(2, temperature=0))
     for temperature in (1e-30, 5e-324):
         assert torch.equal(generate(1, temperature=temperature), generate(2, temperature=0))
-    assert torch.equal(generate(1, temperature=1e300, top_k=2), generate(1, temperature=1e30, top_k=2))
+    for temperature in (1e300, 10**30):
+        assert torch.equal(generate(1, temperature=temperature, top_k=2), generate(1, temperature=1e30, top_k=2))
+    assert torch.equal(generate(1, temperature=Fraction(1, 2)), generate(1, temperature=0.5))
     stream = model.generate(tokens, 10**9)
     assert next(stream).shape == (3,)
 

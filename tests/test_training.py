@@ -4,6 +4,7 @@ import gc
 import math
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -174,6 +175,8 @@ def test_wrong_arguments_are_named():
         Trainer(torch.nn.Linear(2, 2), torch.zeros(500).long(), TrainingSettings(**SMALL))
     with pytest.raises(TypeError, match="settings must be a TrainingSettings; got dict"):
         Trainer(LanguageModel(2, width=8), torch.zeros(500).long(), SMALL)
+    with pytest.raises(ValueError, match=r"precision must be one of .*; got array"):
+        Trainer(LanguageModel(2, width=8), torch.zeros(500).long(), TrainingSettings(**SMALL), precision=np.ones(2))
     for flag in ("compile", "shard", "graph"):
         with pytest.raises(TypeError, match=f"{flag} must be a bool; got int"):
             Trainer(LanguageModel(2, width=8), torch.zeros(500).long(), TrainingSettings(**SMALL), **{flag: 1})

@@ -360,7 +360,7 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch
         logits = logits.masked_fill(logits < least, float("-inf"))
     # Beyond float32's range a temperature would become 0 or infinity, and some quotients NaN.
     float32 = torch.finfo(torch.float32)
-    temperature = min(max(temperature, float32.tiny), float32.max)
+    temperature = float(min(max(temperature, float32.tiny), float32.max))  # PyTorch takes no large ints, nor fractions
     # The largest logit is subtracted first: with a small temperature the quotient could overflow.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]

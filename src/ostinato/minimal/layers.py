@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.checks import check_choice
+from ostinato.checks import check_choice, check_integers
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.episodes import in_reverse, in_reverse_of_rows
 from ostinato.kernels.matmul.gemm import linear
@@ -43,6 +43,7 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_integers(proj_size=proj_size)
         if proj_size != 0:
             raise ValueError(f"proj_size must be 0, projections are not supported; got {proj_size!r}")
         check_choice("candidate", candidate, tuple(CANDIDATES))

@@ -100,7 +100,7 @@ class Trainer:
             if not isinstance(value, kind):
                 raise TypeError(f"{name} must be a {kind.__name__}; got {type(value).__name__}")
         check_flags(compile=compile, shard=shard, graph=graph)
-        if precision not in PRECISIONS:
+        if not isinstance(precision, str) or precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
         check_integers(1, accumulate=accumulate)
         split = train_size(tokens, settings)
