@@ -532,7 +532,7 @@ def test_best_is_the_lowest_held_out_loss(run, monkeypatch):
     assert load_checkpoint(Path("out/last.safetensors")).training["trainer"]["step"] == 6
 
 
-def test_demo(run, monkeypatch):
+def test_demo(run, monkeypatch, few_rounds):
     from ostinato.bench import papers
 
     monkeypatch.setattr(papers, "DEMO_LENGTHS", (16, 64))
@@ -553,12 +553,12 @@ def test_demo(run, monkeypatch):
     assert run("generate", "shown/model.safetensors", "--length", 5, "--device", "cpu")[0] == 0
 
 
-def test_the_demo_draws_nothing_without_matplotlib(run, monkeypatch):
+def test_the_demo_draws_nothing_without_matplotlib(run, monkeypatch, few_rounds):
     from ostinato.bench import papers
 
-    monkeypatch.setattr(papers, "DEMO_LENGTHS", (16, 64))
+    monkeypatch.setattr(papers, "DEMO_LENGTHS", (16, 32))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, out, _ = run("demo", "--seconds", 0.5, "--output", "shown", "--device", "cpu")
+    code, out, _ = run("demo", "--seconds", 0.1, "--output", "shown", "--device", "cpu")
     assert code == 0
     assert "No plot: matplotlib is not installed; pip install 'ostinato[plots]'" in out
     assert out.endswith("Written to shown: model.safetensors, times.md, times.json\n")

@@ -246,8 +246,8 @@ def test_memory_does_not_grow_with_steps(frozen, device):
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return resident, torch.cuda.memory_allocated() if device == "cuda" else 0
 
-    before, after = used_after(2_000), used_after(40_000)
-    assert after[0] - before[0] < 1 << 20  # 26 bytes a step: less than any object
+    before, after = used_after(2_000), used_after(20_000)
+    assert after[0] - before[0] < 1 << 20  # 52 bytes a step: less than any tensor
     assert after[1] == before[1]
 
 
