@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import ostinato
 import weighted_cells
 from comparisons import TOLERANCE, assert_all_close, assert_close, same_bits
+from ostinato.kernels.recurrence.weighted.operator import weighted_recurrence
 from weighted_cells import CELLS, call, elman, gru, janet, peephole
 
 BACKENDS = ["auto", "reference", "torch"]
@@ -403,6 +404,29 @@ def test_its_operators_are_as_pytorch_expects_them(packed):
     torch.library.opcheck(torch.ops.ostinato.weighted_recurrence_backward.default, (text, *plain, *order, tensors))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_its_operators_need_no_kernels(packed):
+    """As on a GPU without the extra "cuda"."""
+    options, batch, sequences = packed_or_not(packed)
+    weight, arguments, h0 = inputs("peephole", batch, 4, sequences=sequences)
+    leaves, found = [weight, *arguments, *h0], []
+    order = options.get("cu_seqlens"), options.get("resets"), packed
+    for backend in ("cpu", "torch", "reference"):
+        given = peephole.traced(arguments), weight, *h0, *order, backend
+        results = weighted_recurrence(*given, *arguments)
+        registered = torch.ops.ostinato.weighted_recurrence(*given, arguments)
+        assert same_bits(registered, results)
+        assert [y.stride() for y in registered] == [y.stride() for y in results]
+        weights = [y.detach().cos() for y in results]
+        grads = torch.autograd.grad(results, leaves, weights)
+        assert same_bits(torch.autograd.grad(registered, leaves, weights), grads)
+        found.append([*results, *grads])
+    assert_all_close(found[1], found[0])
+    assert_all_close(found[2], found[0])
+    strides = [[y.stride() for y in each[:4]] for each in found]
+    assert strides[1] == strides[2] == strides[0]
+
+
 class Layer(nn.Module):
     """A peephole LSTM, batch first, as a user would write it."""
 
@@ -582,6 +606,7 @@ def test_a_linear_recurrence_takes_no_weights():
         ({"h0": torch.zeros(2, 3)}, ValueError, r"h0 must have shape \(1, 3\); got \(2, 3\)"),
         ({"resets": torch.zeros(1, 4, dtype=torch.bool)}, ValueError, r"resets must have shape \(1, 5\)"),
         ({"backend": "gpu"}, ValueError, "backend must be one of"),
+        ({"backend": "cuda"}, RuntimeError, "backend 'cuda' runs on cuda tensors; got tensors on cpu"),
     ],
 )
 def test_other_options_are_checked_with_weights_too(options, kind, message):

@@ -314,12 +314,14 @@ def turns_by_an_angle(x, y):
     return torch.polar(x, y), y
 
 
-@refused("matmul, which calls aten.view, is not one of the elementwise operations .*x @ elsewhere")
+@refused(
+    "matmul, which calls aten.view, is not one of the elementwise operations .* those of weight_hh .*x @ elsewhere"
+)
 def mixes_channels(x, y):
     return x @ elsewhere, y
 
 
-@refused("linear, which calls aten.t, is not one of the elementwise operations")
+@refused("linear, which calls aten.t, is not one of .*, and products of a matrix with the state are those of weight_hh")
 def has_a_layer(x, y):
     return torch.nn.functional.linear(x, elsewhere), y
 

@@ -32,6 +32,7 @@ _CREATING = (
 )
 _FILLING = ("fill", "copy", "zero")  # overwrite all previous values
 _COMPLEX = ("complex", "polar")  # make complex numbers of real ones
+_PRODUCTS = ("matmul", "rmatmul", "linear", "mm", "addmm", "einsum")
 _SETTINGS = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy")
 
 
@@ -293,7 +294,10 @@ class _Recorder(TorchDispatchMode):
         name = str(func.overloadpacket)
         if not self.builder.differentiating and self.called.strip("_") not in name:
             name = f"{self.called}, which calls {name},"
-        refusal = self.refusal(f"{name} is not one of the elementwise operations that can be generated")
+        reason = f"{name} is not one of the elementwise operations that can be generated"
+        if self.called.strip("_") in _PRODUCTS:
+            reason += ", and products of a matrix with the state are those of weight_hh"
+        refusal = self.refusal(reason)
         if func in decomposition_table and torch.Tag.pointwise in func.tags:
             with self:
                 try:

@@ -12,6 +12,7 @@ from ostinato.kernels.operators.dispatch import gradient, gradients, operator, o
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.persistent.reference import previous
 from ostinato.kernels.recurrence.arguments import last_shape, or_zeros
+from ostinato.kernels.recurrence.backends import nonlinear_kernels_on
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.recurrence.weighted import stepwise
 from ostinato.kernels.recurrence.weighted.definition import by_steps
@@ -42,9 +43,14 @@ def _forward(
 ) -> list[Tensor]:
     count, initial = parse(recurrence).states, (h0, c0)
     check_cu_seqlens(cu_seqlens, sequences.shape[1])
+    kernels = nonlinear_kernels_on(backend, sequences.device.type)
     if sequences.numel() == 0:
         states, last = _like_states(recurrence, sequences, weight_hh, cu_seqlens)
         return [*states, *(y.zero_() if x is None else x.clone() for x, y in zip(initial, last, strict=False))]
+    if kernels is None:
+        given = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend
+        stepped, (states, _) = by_steps(*given), _like_states(recurrence, sequences, weight_hh, cu_seqlens)
+        return [*(y.copy_(x) for y, x in zip(states, stepped, strict=False)), *stepped[count:]]
     order = order_of(cu_seqlens, resets, reverse)
     rows, layer = _rows_and_layer(recurrence, weight_hh, sequences, parameters, initial[:count], order)
     with without_autocast(sequences.device.type):
@@ -71,7 +77,7 @@ def _rows_and_layer(
 
 
 def _executor_of(layer: Layer, like: Tensor, backward: bool) -> Executor:
-    """Who takes sequences such as `like` through time in one direction."""
+    """Who takes sequences such as `like` through time in one direction, where there are kernels."""
     found = None
     if like.is_cuda:
         from ostinato.kernels.recurrence.weighted import persistent
@@ -144,6 +150,12 @@ def _backward_impl(
         last = or_zeros(grads_last, torch.Size((Order(cu_seqlens).sequences(sequences), weight_hh.shape[1])))
         of_initial = [or_empty(None if x is None else g.clone(), sequences) for x, g in zip(initial, last, strict=True)]
         return [*map(torch.zeros_like, (weight_hh, sequences, parameters)), *[*of_initial, *absent][:2]]
+    if nonlinear_kernels_on(backend, sequences.device.type) is None:
+        given = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend
+        with torch.no_grad():
+            of_weight, of_sequences, *others = (x.clone() for x in _composite(*given, *tensors))
+        own = _laid_out(sequences, sequences.shape[2], cu_seqlens)
+        return [of_weight, own.copy_(of_sequences), *others]
     order = order_of(cu_seqlens, resets, reverse)
     rows, layer = _rows_and_layer(recurrence, weight_hh, sequences, parameters, initial, order)
     firsts: Sequence[Tensor | None] = layer.initial or [None] * count
