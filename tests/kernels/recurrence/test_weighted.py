@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from comparisons import same_bits
 from gpus import H100
+from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.operators import eager
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.sequences import Sequences
 from ostinato.kernels.recurrence.symbolic.tracer import trace
@@ -136,6 +138,64 @@ def test_kernels_of_generated_cells_compile_without_a_gpu(architecture, layer, k
     assert {(g.block_groups, g.distributed) for g in found} == kinds
     for k, chosen in enumerate(found):
         assert_compiles(chosen, architecture, resets=k % 2 == 0, packed=k % 2 == 0)
+
+
+@pytest.fixture
+def imagined(monkeypatch):
+    """An H100 for which nothing is compiled: the geometries that were asked for, in a row."""
+    asked = []
+    monkeypatch.setattr(nvrtc, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
+    monkeypatch.setattr(persistent, "compile_kernels", lambda *given: asked.append(given[5:]))
+    persistent._geometries.cache_clear()
+    yield asked
+    persistent._geometries.cache_clear()
+
+
+def executor_of(cell, hidden, dtype, backward=False, batch=4, device="cpu"):
+    # Of the tensors only shapes and dtypes are read.
+    weight = torch.empty(1, 1, dtype=dtype, device=device).expand(CELLS[cell][3] * hidden, hidden)
+    like = torch.empty(1, 1, 1, dtype=dtype, device=device).expand(batch, 3, hidden)
+    return persistent.executor_of(Layer(traced(cell), weight, [], None, Sequences(batch)), like, backward)
+
+
+def test_layers_that_fit_on_the_chip_have_a_persistent_kernel(imagined):
+    for cell, hidden, dtype in itertools.product(CELLS, (8, 256, 1000), (f32, f16, bf16)):
+        for backward in (False, True):
+            assert isinstance(executor_of(cell, hidden, dtype, backward), persistent.Persistent)
+            assert [g.backward for g in imagined.pop()] == [backward]
+    assert executor_of("gru", 256, torch.float64) is None
+    assert executor_of("peephole", 16384, f16) is None
+    assert not imagined
+
+
+def test_both_passes_of_a_call_that_is_differentiated_are_compiled_together(imagined, monkeypatch):
+    monkeypatch.setattr(eager.current_call, "differentiated", True, raising=False)
+    executor_of("gru", 256, f16)
+    assert [g.backward for g in imagined.pop()] == [False, True]
+
+
+@pytest.mark.parametrize("error", [MemoryError, nvrtc.DoesNotCompile])
+def test_what_does_not_compile_is_left_to_other_kernels(error, imagined, monkeypatch):
+    def refusing(refuses):
+        def compile_kernels(*given):
+            imagined.append(given[5:])
+            if any(map(refuses, given[5:])):
+                raise error("no")
+
+        persistent._geometries.cache_clear()
+        monkeypatch.setattr(persistent, "compile_kernels", compile_kernels)
+
+    refusing(lambda g: g.distributed)
+    monkeypatch.setattr(eager.current_call, "differentiated", True, raising=False)
+    assert isinstance(executor_of("gru", 256, f16), persistent.Persistent)
+    assert any(g.distributed for g in imagined[0])
+    assert [(g.backward, g.distributed) for g in imagined[-1]] == [(False, False), (True, False)]
+    refusing(lambda g: g.backward)
+    assert isinstance(executor_of("gru", 256, f16), persistent.Persistent)
+    assert [g.backward for g in imagined[-1]] == [False]
+    refusing(lambda g: True)
+    assert executor_of("gru", 256, f16) is None
 
 
 class Case:
@@ -267,18 +327,11 @@ def test_calls_match_those_in_float64(cell, hidden, batch, layout, dtype, tf32, 
 
 
 @pytest.mark.gpu
-def test_what_does_not_fit_runs_step_by_step():
-    def executor_of(cell, hidden, dtype, batch=4):
-        # Of the weight only the shape is read.
-        weight = torch.empty(1, 1, dtype=dtype, device="cuda").expand(CELLS[cell][3] * hidden, hidden)
-        like = torch.empty(batch, 3, hidden, dtype=dtype, device="cuda")
-        layer = Layer(traced(cell), weight, like.new_empty(0, hidden), None, Sequences(batch))
-        return [persistent.executor_of(layer, like, backward) for backward in (False, True)]
-
-    for cell in CELLS:
-        assert all(isinstance(x, persistent.Persistent) for x in executor_of(cell, 256, f16))
-    assert executor_of("gru", 256, torch.float64) == [None, None]
-    assert executor_of("peephole", 16384, f16) == [None, None]
+def test_what_does_not_fit_on_a_gpu_runs_step_by_step():
+    for cell, backward in itertools.product(CELLS, (False, True)):
+        assert isinstance(executor_of(cell, 256, f16, backward, device="cuda"), persistent.Persistent)
+    assert executor_of("gru", 256, torch.float64, device="cuda") is None
+    assert executor_of("peephole", 16384, f16, device="cuda") is None
 
 
 @pytest.mark.gpu
