@@ -28,6 +28,27 @@ def elman(h, x):
     return torch.tanh(x)
 
 
+class Spike(torch.autograd.Function):
+    """A step, whose gradient is that of a smooth one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad / (1 + 4 * x * x)
+
+
+@ostinato.recurrence
+def spiking(state, x):  # leaky integrate and fire, whose spikes are what the weights are multiplied with
+    spike, potential = state
+    potential = 0.9 * potential * (1 - spike.detach()) + x
+    return Spike.apply(potential - 1), potential
+
+
 # The same once more, of one sequence, with the state as a tuple and without PyTorch's sigmoid.
 def logistic(x):
     return 1 / (1 + torch.exp(-x))
@@ -51,12 +72,20 @@ def elman_step(state, x):
     return (1 - 2 / (1 + torch.exp(2 * x)),)
 
 
+def spiking_step(state, x):
+    spike, potential = state
+    potential = 0.9 * potential * (1 - spike.detach()) + x
+    smooth = torch.atan(2 * (potential - 1)) / 2  # whose derivative it has
+    return (potential > 1).to(x.dtype) + smooth - smooth.detach(), potential
+
+
 # The recurrence, one step of it, which of its arguments are sequences, and to how many of them products are added.
 CELLS = {
     "peephole": (peephole, peephole_step, (True,) * 4 + (False,) * 3, 4),
     "gru": (gru, gru_step, (True, True, False, True), 3),
     "janet": (janet, janet_step, (True, True), 2),
     "elman": (elman, elman_step, (True,), 1),
+    "spiking": (spiking, spiking_step, (True,), 1),
 }
 
 

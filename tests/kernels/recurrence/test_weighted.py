@@ -46,6 +46,7 @@ NAMES = {
     "hyperbolic_tangent": math.tanh,
     "hyperbolic_tangent_slope": lambda x: 1 - math.tanh(x) ** 2,
     "maximum": max,
+    "reciprocal": lambda x: 1 / x,
 }
 
 
@@ -70,6 +71,7 @@ PRINTED = {
     "gru": (CELLS["gru"][0].function, (True,) * 4, 1, 3, 5),
     "janet": (CELLS["janet"][0].function, (True, True), 1, 2, 3),
     "elman": (CELLS["elman"][0].function, (True,), 1, 1, 1),  # the state is in the products alone
+    "spiking": (CELLS["spiking"][0].function, (True,), 2, 1, 3),
     "leaky": (lambda h, x: 0.9 * h - x, (True,), 1, 1, 0),  # whose derivatives are constants
     "of parameters": (lambda h, x, u, v: F.relu(u * h + x * v), (True, False, False), 1, 1, 4),
     "of tests": (of_units, (True, True, False), 2, 2, 8),
