@@ -107,7 +107,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "training-resets": partial(layers, "training-gpu", lambda work: work.get("resets", 0) > 0, "forward+backward"),
     "training-equations": partial(layers, "equations-gpu", pass_name="forward+backward"),
-    "training-equations-cpu": partial(layers, "training-cpu", lambda work: work["length"] == 64, "forward+backward"),
+    "training-equations-cpu": partial(layers, "equations-cpu", pass_name="forward+backward"),
     "training-flashrnn": partial(
         layers, "flashrnn-gpu", lambda work: work["layers"] == 1 and not work["resets"], "forward+backward"
     ),

@@ -409,12 +409,13 @@ def test_its_operators_need_no_kernels(packed):
     """As on a GPU without the extra "cuda"."""
     options, batch, sequences = packed_or_not(packed)
     weight, arguments, h0 = inputs("peephole", batch, 4, sequences=sequences)
-    leaves, found = [weight, *arguments, *h0], []
+    joined = [torch.cat(arguments[:4], -1).detach(), torch.cat(arguments[4:]).detach()]
+    leaves, found = [weight, *(x.requires_grad_() for x in joined), *h0], []
     order = options.get("cu_seqlens"), options.get("resets"), packed
     for backend in ("cpu", "torch", "reference"):
-        given = peephole.traced(arguments), weight, *h0, *order, backend
-        results = weighted_recurrence(*given, *arguments)
-        registered = torch.ops.ostinato.weighted_recurrence(*given, arguments)
+        given = peephole.traced(arguments), *leaves, *order, backend
+        results = weighted_recurrence(*given)
+        registered = torch.ops.ostinato.weighted_recurrence(*given)
         assert same_bits(registered, results)
         assert [y.stride() for y in registered] == [y.stride() for y in results]
         weights = [y.detach().cos() for y in results]

@@ -158,7 +158,9 @@ def executor_of(cell, hidden, dtype, backward=False, batch=4, device="cpu"):
     # Of the tensors only shapes and dtypes are read.
     weight = torch.empty(1, 1, dtype=dtype, device=device).expand(CELLS[cell][3] * hidden, hidden)
     like = torch.empty(1, 1, 1, dtype=dtype, device=device).expand(batch, 3, hidden)
-    return persistent.executor_of(Layer(traced(cell), weight, [], None, Sequences(batch)), like, backward)
+    return persistent.executor_of(
+        Layer(traced(cell), weight, like.new_empty(0, hidden), None, Sequences(batch)), like, backward
+    )
 
 
 def test_layers_that_fit_on_the_chip_have_a_persistent_kernel(imagined):

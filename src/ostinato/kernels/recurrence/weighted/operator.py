@@ -48,8 +48,8 @@ def _forward(
         states, last = _like_states(recurrence, sequences, weight_hh, cu_seqlens)
         return [*states, *(y.zero_() if x is None else x.clone() for x, y in zip(initial, last, strict=False))]
     if kernels is None:
-        given = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend
-        stepped, (states, _) = by_steps(*given), _like_states(recurrence, sequences, weight_hh, cu_seqlens)
+        args = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend
+        stepped, (states, _) = by_steps(*args), _like_states(recurrence, sequences, weight_hh, cu_seqlens)
         return [*(y.copy_(x) for y, x in zip(states, stepped, strict=False)), *stepped[count:]]
     order = order_of(cu_seqlens, resets, reverse)
     rows, layer = _rows_and_layer(recurrence, weight_hh, sequences, parameters, initial[:count], order)
@@ -151,9 +151,9 @@ def _backward_impl(
         of_initial = [or_empty(None if x is None else g.clone(), sequences) for x, g in zip(initial, last, strict=True)]
         return [*map(torch.zeros_like, (weight_hh, sequences, parameters)), *[*of_initial, *absent][:2]]
     if nonlinear_kernels_on(backend, sequences.device.type) is None:
-        given = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend
+        args = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend
         with torch.no_grad():
-            of_weight, of_sequences, *others = (x.clone() for x in _composite(*given, *tensors))
+            of_weight, of_sequences, *others = (x.clone() for x in _composite(*args, *tensors))
         own = _laid_out(sequences, sequences.shape[2], cu_seqlens)
         return [of_weight, own.copy_(of_sequences), *others]
     order = order_of(cu_seqlens, resets, reverse)
