@@ -177,11 +177,11 @@ class Recurrence:
             arguments = self._check_weights(weight_hh, arguments, first)
         if self._has_kernels(arguments, given, backend):
             arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
-            if weight_hh is not None:
-                return self._by_weighted_kernels(weight_hh, dtype, given, (*order, backend), arguments)
-            result = self._by_one_step(arguments, first, list(given.values()), order, backend)
+            result = self._by_one_step(arguments, first, list(given.values()), order, backend, weight_hh)
             if result is not None:
                 return result
+            if weight_hh is not None:
+                return self._by_weighted_kernels(weight_hh, dtype, given, (*order, backend), arguments)
             return self._by_kernels(self.traced(arguments), dtype, given, (*order, backend), arguments)
         return self._by_torch(arguments, first, dtype, given, order, backend, weight_hh)
 
@@ -311,7 +311,13 @@ class Recurrence:
         return backend in ("cpu", "cuda") or (backend == "auto" and arguments[0].device.type in ("cpu", "cuda"))
 
     def _by_one_step(
-        self, arguments: Sequence[Tensor], first: int, states: list[Tensor], order: Order, backend: str
+        self,
+        arguments: Sequence[Tensor],
+        first: int,
+        states: list[Tensor],
+        order: Order,
+        backend: str,
+        weight_hh: Tensor | None,
     ) -> tuple[Any, Any] | None:
         """A call with one step, where :meth:`step` takes it: sooner than the operator, and repeated by a Stepper."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or order.resets is not None:
@@ -320,8 +326,11 @@ class Recurrence:
             return None
         arguments = [x[:, 0] if x.dim() == 3 else x for x in arguments]
         states = states or [torch.zeros_like(arguments[first])] * max(self.states, 1)
-        if not takes_steps([*arguments, *states], backend):
+        weights = [] if weight_hh is None else [weight_hh]
+        if not takes_steps([*arguments, *states, *weights], backend):
             return None
+        if weight_hh is not None:
+            arguments = with_products(arguments, states[0], weight_hh)
         after = self.step(arguments, states)
         rows, last = tuple(x.unsqueeze(1) for x in after), tuple(x.clone() for x in after)
         return (rows, last) if self.states == 2 else (rows[0], last[0])
