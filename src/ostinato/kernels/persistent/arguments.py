@@ -11,12 +11,12 @@ from ostinato.kernels.persistent.sequences import Sequences
 class Layer(NamedTuple):
     """A recurrent layer and direction, but for the product with its input."""
 
-    cell: str  # of GATES
+    cell: str  # of GATES; or, of a recurrence with recurrent weights, "generated"
     weight_hh: Tensor  # (gates * H, H), the gates in torch.nn's order; where mask_hh is False zero, or not read
     bias_hh: Tensor | None  # (gates * H,)
     mask_hh: Tensor | None  # bool, as weight_hh
     h0: Tensor | None  # (B, H), the initial state, None for zeros
-    c0: Tensor | None  # the same of an LSTM's cell state
+    c0: Tensor | None  # the same of the second state: an LSTM's cell
     sequences: Sequences  # of the rows of what goes in and comes out
     packed_weights: dict[Any, Tensor] | None = None  # if given, a GPU's launches pack weight_hh once and find it here
 

@@ -1,5 +1,7 @@
 """RNN, GRU and LSTM on NVIDIA GPUs, by kernels that NVRTC compiles.
 
+Recurrences with recurrent weights, ``kernels/recurrence/weighted``, launch those of both passes around other cells.
+
 =====================  ============================================================================================
 ``plan.py``            the geometries of a layer's passes, or why torch's kernels run
 ``passes.py``          both passes: ``forward.cu`` and ``backward.cu``, of two groups in turn
@@ -20,6 +22,7 @@
 The loops over time named above are compiled with these, as ``source.py`` puts them together:
 
 =================  ===========================================================================================
+``generated.cuh``  what a generated cell consists of; the other cells have an empty one
 ``layout.cuh``     what all kernels share: parameters, and which units and sequences a block and a thread have
 ``exchange.cuh``   the exchange between blocks; within a cluster, ``cluster.cuh`` and, of its sums, ``split.cuh``
 ``matrix.cuh``     a block's part of the matrix; ``weights.cuh``, where it keeps the tiles of that
@@ -28,7 +31,7 @@ The loops over time named above are compiled with these, as ``source.py`` puts t
 ``mma.cuh``        the products of tiles on tensor cores
 ``prepare.cuh``    the kernel that runs before
 ``ping_pong.cuh``  two groups in turn
-``wide.cuh``       wide batches, with ``wide_product.cuh`` and ``wide_loops.cuh`` in place of all but the first two
+``wide.cuh``       wide batches, with ``wide_product.cuh`` and ``wide_loops.cuh`` in place of all but the first three
 =================  ===========================================================================================
 """
 

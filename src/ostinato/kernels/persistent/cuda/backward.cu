@@ -1,10 +1,10 @@
-// Backpropagation through time of one layer and direction of an RNN, GRU or LSTM in one launch, with the recurrent
-// weights kept on chip.
+// Backpropagation through time of one layer and direction of an RNN, GRU, LSTM or generated cell in one launch, with
+// the recurrent weights kept on chip.
 //
 // At every step Units computes the gradients of its hidden units' gates and publishes them; Product multiplies the
 // transposed matrix with the gate gradients of all units, which gives those of the previous states.  Pre-activations
-// are those that the forward has kept, rounded to the layer's dtype; an RNN needs only its states.  Gradients of states
-// stay in float32.
+// are those that the forward has kept, rounded to the layer's dtype; an RNN needs only its states, and a generated
+// cell's are computed again from its states before the launch.  Gradients of states stay in float32.
 //
 // A step's other operands are loaded two steps ahead, and turned into derivatives one step ahead, while the blocks wait
 // for each other.
@@ -12,8 +12,8 @@
 constexpr int PREFETCH = 6;                          // steps
 constexpr int SUMMED = 64;                           // steps whose gates are summed by themselves
 constexpr int GRADS = CELL == GRU ? 4 : INPUTS;      // of a unit that are written
-constexpr int SUMMED_FIRST = IS_GENERATED ? GRADS : 0;  // of a step's gradients, from which on they are summed
-constexpr int TOTALS = IS_GENERATED ? Generated::PARAMETERS : GRADS;  // so many
+// Of a unit, the gradients that are summed over steps: all, for the biases', or of a generated cell its parameters'.
+constexpr int FIRST_SUMMED = IS_GENERATED ? GRADS : 0, TOTALS = IS_GENERATED ? Generated::PARAMETERS : GRADS;
 constexpr bool TAKES_STATE = CELL == GRU, TAKES_CELL = CELL == LSTM;
 
 // From the buffer of a step to that which is half of all away.
@@ -29,16 +29,18 @@ template <> struct Total<true> { using type = double; };
 struct Units : Block {
     const Parameters& p;
     float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be processed
-    float d[ITEMS][SUMMED_FIRST + TOTALS + 1];  // of the gates at this step, and of a generated cell's parameters
+    float d[ITEMS][FIRST_SUMMED + TOTALS + 1];  // of the gates at this step; of all that a generated cell is given
     using Sum = typename Total<SCATTERS && EXACT>::type;
-    Sum totals[UNITS_OF_THREAD][TOTALS + 1] = {};  // of those over steps, of a unit's items in one
+    Sum totals[UNITS_OF_THREAD][TOTALS + 1] = {};  // of the last TOTALS over steps, of a unit's items in one
     Span spans[ITEMS] = {};
     // A step's derivatives, computed before the gradients that they multiply arrive.
     float slope[ITEMS][GATES];  // by a gate's pre-activation: of h; of c for an LSTM's i, f and g; of n's for a GRU's r
-    float direct[ITEMS] = {};   // of h by the h before, not through the weights: a GRU's z
+    float direct[ITEMS] = {};   // of h by the h before, not through the weights: a GRU's z; or a generated cell's
+                                // gradient of that h
     float gate[ITEMS];          // of an LSTM's c by the c before: f; of n's pre-activation by a GRU's recurrent part: r
     float through[ITEMS];       // of an LSTM's h by its c
-    float given[ITEMS], given_second[ITEMS];  // the gradients of the output and of a generated cell's second
+    float given[ITEMS], given_second[ITEMS];  // the gradients of the output and of a generated cell's second states
+    // Of a generated cell: the derivatives, in place of those above, and parameters; whether the sequence has the step.
     float slopes[ITEMS][Generated::DERIVATIVES + 1], parameter[UNITS_OF_THREAD][Generated::PARAMETERS + 1];
     bool takes_step[ITEMS];
     // As loaded: to take adjacent numbers apart is to wait for them.
@@ -256,7 +258,7 @@ struct Units : Block {
 #pragma unroll
             for (int g = 0; g < TOTALS; ++g) {
 #pragma unroll
-                for (int j = 0; j < ADJACENT; ++j) totals[own_unit(i + j)][g] += d[i + j][SUMMED_FIRST + g];
+                for (int j = 0; j < ADJACENT; ++j) totals[own_unit(i + j)][g] += d[i + j][FIRST_SUMMED + g];
             }
         }
     }

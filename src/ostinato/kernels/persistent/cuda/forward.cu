@@ -1,4 +1,5 @@
-// One layer and direction of an RNN, GRU or LSTM: all steps in one launch, with the recurrent weights kept on chip.
+// One layer and direction of an RNN, GRU, LSTM or generated cell: all steps in one launch, with the recurrent weights
+// kept on chip.
 //
 // Product multiplies the recurrent matrix with the previous state and leaves partial sums in shared memory; Units
 // reduces them, updates the block's own hidden units and publishes them.  With RESETS, a state that is reset before the
@@ -19,7 +20,7 @@ template <typename T> __device__ inline T in_register(T x) {
 struct Units : Block {
     const Parameters& p;
     float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
-    float parameter[UNITS_OF_THREAD][Generated::PARAMETERS + 1];
+    float parameter[UNITS_OF_THREAD][Generated::PARAMETERS + 1];  // of a generated cell; no array may be empty
     Resets resets;  // before this step; from the update on before the next
     Adjacent<Scalar> projected[ITEMS / ADJACENT][INPUTS];
     Span spans[ITEMS][GATES] = {};
@@ -62,7 +63,7 @@ struct Units : Block {
         }
     }
 
-    // The state after a step, and the cell state or, of a GRU, the candidate's recurrent part.
+    // The state after a step, and in `cell` the second state or, of a GRU, the candidate's recurrent part.
     __device__ float next(int i, const float (&s)[GATES], float& cell) {
         float x[INPUTS];
 #pragma unroll

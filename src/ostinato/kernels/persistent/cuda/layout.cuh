@@ -11,6 +11,7 @@
 
 enum CellKind { RNN_TANH, RNN_RELU, GRU, LSTM, GENERATED };
 constexpr bool IS_GENERATED = CELL == GENERATED;  // see generated.cuh
+// Of a unit: rows of the recurrent matrix.  A generated cell's are those of its products, which need not be gates.
 constexpr int GATES = IS_GENERATED ? Generated::PRODUCTS : CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
 constexpr int INPUTS = IS_GENERATED ? Generated::SEQUENCES : GATES;  // of a unit at a step, in `pre`
 constexpr bool HAS_SECOND = CELL == LSTM || Generated::STATES == 2;  // a state beside h
@@ -47,8 +48,8 @@ struct Parameters {
                                   // is 0 those of the first state and of each step
     const int* offsets;           // (steps + 1), with OFFSETS: of the rows of each step; else all have `batch` rows
     int* failure;                 // set to 1 if a wait timed out
-    const Scalar* pre;            // (rows, INPUTS * HIDDEN): forward the input's part; backward pre-activations, or an
-                                  // RNN's states
+    const Scalar* pre;            // (rows, INPUTS * HIDDEN): forward the input's part; backward pre-activations, of a
+                                  // generated cell all that it is given at a step, or an RNN's states
     const Scalar *h0, *c0;        // (batch, HIDDEN), or null for zeros
     Pack* output;                 // (rows, HIDDEN), forward
     float* cells;                 // (rows, HIDDEN), an LSTM's cell states: forward written if not null, backward read
@@ -65,8 +66,8 @@ struct Parameters {
     unsigned* marks;              // (words of 32 steps, batch): the same as bits, in the order in which steps are taken
     unsigned* flags;              // (groups, BLOCKS), and
     float4* sums;                 // (groups, BLOCKS, CLUSTER, ...), backward: of wide batches, see wide.cuh
-    float* totals;                // (batch, TOTALS * HIDDEN), backward: sums over steps, of grads or of the gradients
-                                  // of a generated cell's parameters
+    float* totals;                // (batch, TOTALS * HIDDEN), backward: sums over steps, of grads or, of a generated
+                                  // cell, of the gradients of its parameters
     const float* parameters;      // (PARAMETERS, HIDDEN), of a generated cell, and of it the next four:
     Pack* second;                 // (rows, HIDDEN), forward: its second state, if it has two
     const Scalar *before, *second_before;  // (rows, HIDDEN), backward: the states before each step

@@ -6,7 +6,7 @@
 
 constexpr int LANES = (UNITS * COLUMNS + 31) / 32 * 32;  // threads of a part, one for each item
 constexpr int DERIVATIVES = (IS_GENERATED ? Generated::DERIVATIVES : GATES) + 5;  // of an item, at most
-constexpr int GRADIENTS = SUMMED_FIRST + TOTALS;         // of an item
+constexpr int GRADIENTS = FIRST_SUMMED + TOTALS;         // of an item
 constexpr bool WRITES_APART = 3 * LANES <= THREADS;      // or else those who differentiate write, too
 static_assert(2 * LANES <= THREADS, "an item for each thread of a part");
 

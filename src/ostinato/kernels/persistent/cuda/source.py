@@ -12,7 +12,7 @@ _COMMON = "cuda/numeric.cuh", "cuda/barriers.cuh"
 
 
 def code(geometry: Geometry) -> str:
-    """The text of a kernel: its files, and before them the cell, if it is generated, or else one in its place."""
+    """The text of a kernel: what all share, the cell, if generated, or else one in its place, and its own files."""
     cell = nvrtc.source("persistent/cuda/generated.cuh") if geometry.generated is None else geometry.generated.code
     return nvrtc.source(*_COMMON) + cell + nvrtc.source(*_files(geometry))
 

@@ -59,17 +59,17 @@ class Strips(NamedTuple):
 
 
 class Generated(NamedTuple):
-    """The cell of a recurrence of the user's own, see ``generated.cuh``, and what of it registers must hold."""
+    """The cell of a recurrence of the user's own, and the numbers of what it has; see ``generated.cuh``."""
 
     code: str  # of the struct Generated
-    products: int  # with the recurrent matrix
-    sequences: int  # what a unit is given at every step
-    parameters: int
+    products: int  # with the recurrent matrix, of a unit
+    sequences: int  # arguments that a unit is given at every step
+    parameters: int  # those that are the same at every step
     states: int
     derivatives: int  # of a step that are kept until the gradients of its states arrive
 
     def registers(self, backward: bool) -> int:
-        """What a thread keeps of a unit of a sequence, beside what it keeps of as many gates of another cell."""
+        """What a thread keeps of a unit of a sequence, beyond what is counted for as many gates of another cell."""
         if not backward:
             return self.sequences - self.products + self.parameters
         kept = self.derivatives + 2 * self.sequences + 2 * self.parameters + 4 * self.states
@@ -257,7 +257,10 @@ class Geometry(NamedTuple):
 
     @property
     def _handed(self) -> int:
-        """Numbers of a unit that threads which share the work of a step hand to each other."""
+        """Numbers of a unit of a sequence that threads hand to each other where they share work; at most.
+
+        The operands and results of ``gather.cu``, the derivatives and gradients of ``scatter.cu``.
+        """
         if self.generated is None:
             return self.products + 5 + 4
         _, _, sequences, parameters, states, derivatives = self.generated
@@ -275,7 +278,7 @@ class Geometry(NamedTuple):
 
     @property
     def registers_of_generated(self) -> int:
-        """Registers that a thread needs for the units that it updates beside those for another cell's gates."""
+        """Registers that a thread needs for all that it updates of a generated cell, beyond those for its products."""
         items = ceil_div(self.units * self.capacity, self.owners)
         return 0 if self.generated is None else items * self.generated.registers(self.backward)
 
