@@ -141,7 +141,10 @@ def steps_backward(
 class StepsOfRows:
     """Steps of a recurrence whose sequences are rows, one step after the other, forward or backward.
 
-    A call takes the sequences that have a step through it: those whose rows are the first of it.
+    A call takes the sequences that have a step through it, the first of all; its rows are theirs.
+
+    Attributes:
+        totals: backward, the gradients of the parameters over the steps so far, (sequences, D) each, in float64.
     """
 
     def __init__(
@@ -161,7 +164,9 @@ class StepsOfRows:
             parameters: (D,) each.
             state: the states before the first step, (sequences, D), which become those after each step in place; or
                 backward their gradients.
-            others: rows of the loop's other arrays, by their names in it without number; None for zeros.
+            others: rows of the loop's other arrays, (rows, D) each, by their names in it without number: "out", the
+                states, which are written; or backward "first", the states before each step, "grad_h", gradients of
+                those after, and "grad_x", which are written.  None for zeros.
             backward: whether the gradients are taken.
         """
         count, width = state[0].shape
@@ -178,7 +183,7 @@ class StepsOfRows:
                 self._moving.append((f"{kind}{k}", x.data_ptr(), x.stride(0) * x.itemsize))
         sequences = arrays.pop("x")
         if backward:
-            arrays |= {"h": arrays["grad_x"][:1] * trace.states}  # of which a single step needs none
+            arrays |= {"h": arrays["grad_x"][:1] * trace.states}  # not read: only `first` is before it
             arrays |= {"sum": [torch.zeros_like(state[0]) for _ in parameters]}
             arrays |= {"total": [torch.zeros_like(x, dtype=torch.float64) for x in arrays["sum"]]}
             self.totals = arrays["total"]

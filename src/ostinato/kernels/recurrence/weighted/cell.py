@@ -27,7 +27,7 @@ struct Generated {{
 
 @functools.lru_cache(maxsize=1024)
 def print_cell(trace: Trace, products: int) -> Generated:
-    """The struct of a recurrence with so many products."""
+    """The struct of a recurrence, to whose first arguments so many products are added."""
     states, sequences, parameters = trace.states, sum(trace.sequences), trace.sequences.count(False)
     given = [f"before[{k}]" for k in range(states)] + names_of(trace, "x", "parameter")
     builder = Builder()
@@ -39,10 +39,13 @@ def print_cell(trace: Trace, products: int) -> Generated:
     values = {i: builder.value(i) for row in rows for i in row}
     kept = [i for i, value in values.items() if value is None or not math.isfinite(value)]
     factors = {i: f"Compute({value!r})" for i, value in values.items()} | {i: f"slope[{k}]" for k, i in enumerate(kept)}
+    kinds = trace.sequences
+    order = sorted(range(len(kinds)), key=lambda k: not kinds[k])  # all sequences, then all parameters
+    names = [f"of_states[{k}]" for k in range(states)] + [f"of_arguments[{order.index(k)}]" for k in range(len(kinds))]
     pulled = []
-    for column, gradient in enumerate(zip(*rows, strict=True)):
+    for name, gradient in zip(names, zip(*rows, strict=True), strict=True):
         terms = [f"{factors[i]} * grad[{k}]" for k, i in enumerate(gradient) if values[i] != 0]
-        pulled.append(f"        {_gradient_of(trace, column)} = {' + '.join(terms) or '0'};")
+        pulled.append(f"        {name} = {' + '.join(terms) or '0'};")
     code = _CELL.format(
         states=states,
         products=products,
@@ -54,12 +57,3 @@ def print_cell(trace: Trace, products: int) -> Generated:
         pull="\n".join(pulled),
     )
     return Generated(code, products, sequences, parameters, states, len(kept))
-
-
-def _gradient_of(trace: Trace, column: int) -> str:
-    """The gradient of a state or of an argument: those of parameters come after those of all sequences."""
-    if column < trace.states:
-        return f"of_states[{column}]"
-    name = names_of(trace, "x", "parameter")[column - trace.states]
-    kind, _, number = name.rstrip("]").partition("[")
-    return f"of_arguments[{int(number) + (kind == 'parameter') * sum(trace.sequences)}]"

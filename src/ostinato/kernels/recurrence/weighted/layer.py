@@ -10,7 +10,7 @@ from ostinato.kernels.recurrence.symbolic.trace import Trace
 
 
 class Layer(NamedTuple):
-    """A recurrence over rows, but for the rows of its arguments, (rows, N * D), which lie side by side.
+    """A recurrence over rows, but for the rows, (rows, N * D): its N arguments that are sequences, side by side.
 
     Attributes:
         trace: the function's, whose first arguments are sequences.
@@ -27,8 +27,13 @@ class Layer(NamedTuple):
     sequences: Sequences
 
     @property
-    def exchanged(self) -> int:
-        """The columns of the rows to which products are added."""
+    def width(self) -> int:
+        """D, the channels of a state and of each argument."""
+        return self.weight_hh.shape[1]
+
+    @property
+    def with_products(self) -> int:
+        """G * D, the columns of the rows to which products are added: the first."""
         return self.weight_hh.shape[0]
 
 
@@ -36,7 +41,10 @@ class Executor(Protocol):
     """``stepwise.py``, and on a GPU ``persistent.py``."""
 
     def forward(self, layer: Layer, rows: Tensor, /) -> tuple[list[Tensor], list[Tensor]]:
-        """The states after every step, (rows, D), and after the last, (sequences, D)."""
+        """The states after every step, (rows, D), and after the last, (sequences, D).
+
+        ``rows`` are the arguments, without products.
+        """
 
     def backward(
         self,
@@ -49,5 +57,6 @@ class Executor(Protocol):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Gradients of the rows, of the parameters, (P, D), widened, and of the initial states.
 
-        ``rows`` are the sums with the products, ``before`` the states before each step, (rows, D).
+        ``rows`` are the arguments with the products added, ``before`` the states before each step, (rows, D), and
+        ``grads`` and ``grads_last`` the gradients of what the forward returned, None for zeros.
         """

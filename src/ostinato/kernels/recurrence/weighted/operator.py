@@ -160,16 +160,16 @@ def _backward_impl(
     rows, layer = _rows_and_layer(recurrence, weight_hh, sequences, parameters, initial, order)
     firsts: Sequence[Tensor | None] = layer.initial or [None] * count
     before = [previous(rows.of(y), x, layer.sequences) for y, x in zip(states, firsts, strict=True)]
-    tf32, given, exchanged = layers_allow_tf32(sequences.device, sequences.dtype), rows.of(sequences), layer.exchanged
+    tf32, given = layers_allow_tf32(sequences.device, sequences.dtype), rows.of(sequences)
     of_rows = [rows.of(g) if g.numel() else None for g in grads]
     of_last: list[Tensor | None] = [rows.of_states(g) if g.numel() else None for g in grads_last]
     executor = _executor_of(layer, sequences, True)
     with without_autocast(sequences.device.type):
-        sums = linear(before[0], weight_hh, None, tf32).add_(given[:, :exchanged])
-        if exchanged < given.shape[1]:
-            sums = torch.cat([sums, given[:, exchanged:]], 1)
+        sums = linear(before[0], weight_hh, None, tf32).add_(given[:, : layer.with_products])
+        if layer.with_products < given.shape[1]:
+            sums = torch.cat([sums, given[:, layer.with_products :]], 1)
         found, of_parameters, of_firsts = executor.backward(layer, sums, before, of_rows, of_last)
-        of_weight = gradient_of_weight(found[:, :exchanged], before[0], tf32=tf32)
+        of_weight = gradient_of_weight(found[:, : layer.with_products], before[0], tf32=tf32)
     of_initial = [
         sequences.new_empty(0) if x is None else rows.states_back(g) for x, g in zip(initial, of_firsts, strict=True)
     ]

@@ -29,7 +29,7 @@ class Persistent:
         self._geometry = geometry
 
     def forward(self, layer: Layer, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        batch, width = layer.sequences.batch, layer.weight_hh.shape[1]
+        batch, width = layer.sequences.batch, layer.width
         states = [rows.new_empty(len(rows), width) for _ in range(layer.trace.states)]
         last, parameters = [rows.new_empty(batch, width) for _ in states], layer.parameters.to(torch.float32)
         tensors = {"pre": rows, "parameters": parameters}
@@ -46,7 +46,7 @@ class Persistent:
         grads: Sequence[Tensor | None],
         grads_last: Sequence[Tensor | None],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        batch, width, count = layer.sequences.batch, layer.weight_hh.shape[1], len(layer.parameters)
+        batch, width, count = layer.sequences.batch, layer.width, len(layer.parameters)
         found, totals = torch.empty_like(rows), rows.new_empty(batch, count, width, dtype=torch.float32)
         of_initial = [rows.new_empty(batch, width) for _ in before]
         tensors: dict[str, Tensor | None] = {"pre": rows, "parameters": layer.parameters.to(torch.float32)}
@@ -61,9 +61,8 @@ class Persistent:
 
 def executor_of(layer: Layer, like: Tensor, backward: bool) -> Persistent | None:
     """Who runs a layer in one direction of time, if its weights fit on the chip; `like` is a sequence."""
-    products, width = layer.exchanged // layer.weight_hh.shape[1], layer.weight_hh.shape[1]
-    _, offsets, resets, _ = layer.sequences
-    sizes = products, width, layer.sequences.batch, like.dtype, like.get_device()
+    batch, offsets, resets, _ = layer.sequences
+    sizes = layer.with_products // layer.width, layer.width, batch, like.dtype, like.get_device()
     variant = resets is not None, offsets is not None, layers_allow_tf32(like.device, like.dtype)
     both = not backward and eager.current_call.differentiated
     geometries = _geometries(layer.trace, *sizes, *variant, (False, True) if both else (backward,))
@@ -84,8 +83,9 @@ def _geometries(
     passes: tuple[bool, ...],
     distributed: bool = True,
 ) -> list[Geometry] | None:
-    """The geometries of the passes, forward or backward, that have kernels; None if the first has none.
+    """The geometries of the passes, forward or backward, whose kernels are compiled; None if the first has none.
 
+    ``products``: of the state, the G of ``layer.py``.
     ``distributed``: whether states may stay in the shared memory of clusters.
     """
     if nvrtc.why_no_cuda():

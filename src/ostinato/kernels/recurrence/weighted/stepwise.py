@@ -14,8 +14,8 @@ _ONE_STEP = Order()
 
 def forward(layer: Layer, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """See :class:`~ostinato.kernels.recurrence.weighted.layer.Executor`."""
-    trace, sequences, exchanged = layer.trace, layer.sequences, layer.exchanged
-    work, width = _widened(rows, copy=True), layer.weight_hh.shape[1]
+    trace, sequences = layer.trace, layer.sequences
+    work, width = _widened(rows, copy=True), layer.width
     weight, parameters = layer.weight_hh.to(work.dtype).T, [*layer.parameters.to(work.dtype)]
     states = [work.new_empty(len(rows), width) for _ in range(trace.states)]
     carried = _carried(layer.initial, trace.states, work.new_zeros(sequences.batch, width))
@@ -25,7 +25,7 @@ def forward(layer: Layer, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         if sequences.resets is not None:
             for x in carried:
                 x[:live].masked_fill_(sequences.resets[step, None], 0.0)
-        work[step, :exchanged].addmm_(carried[0][:live], weight)
+        work[step, : layer.with_products].addmm_(carried[0][:live], weight)
         advance(step)
     return [x.to(rows.dtype) for x in states], [x.to(rows.dtype) for x in carried]
 
@@ -38,8 +38,8 @@ def backward(
     grads_last: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """See :class:`~ostinato.kernels.recurrence.weighted.layer.Executor`."""
-    trace, sequences, exchanged = layer.trace, layer.sequences, layer.exchanged
-    work, width = _widened(rows), layer.weight_hh.shape[1]
+    trace, sequences = layer.trace, layer.sequences
+    work, width = _widened(rows), layer.width
     weight, parameters = layer.weight_hh.to(work.dtype), [*layer.parameters.to(work.dtype)]
     found = torch.empty_like(work)
     carried = _carried(grads_last, trace.states, work.new_zeros(sequences.batch, width))
@@ -48,7 +48,7 @@ def backward(
     for step in reversed(sequences.steps(rows)):
         live = step.stop - step.start
         go_back(step)
-        carried[0][:live].addmm_(found[step, :exchanged], weight)
+        carried[0][:live].addmm_(found[step, : layer.with_products], weight)
         if sequences.resets is not None:
             for x in carried:
                 x[:live].masked_fill_(sequences.resets[step, None], 0.0)
@@ -93,9 +93,10 @@ def _going_back(
     grads: list[Tensor | None],
     found: Tensor,
 ) -> tuple[Callable[[slice], None], Callable[[], Tensor]]:
-    """What takes the carried gradients back through a step but for its product, and writes the arguments' to `found`.
+    """Two functions, the latter for the end: it returns the parameters' gradients.
 
-    And what returns the parameters' in the end.
+    The former takes the carried gradients of states back through a step, but for its product, and writes those of the
+    arguments to `found`.
     """
     if work.is_cpu:
         from ostinato.kernels.recurrence.nonlinear.cpu import StepsOfRows
@@ -116,7 +117,7 @@ def _going_back(
                 x += grad[step]
         first = [x[step] for x in before]
         call = Call(layer.trace, _sequences(layer, work[step]), parameters, first, _ONE_STEP)
-        states = [x[:, None] for x in first]  # of which a single step needs none
+        states = [x[:, None] for x in first]  # not read, as a single step has only `first` before it
         more, earlier = cuda.steps_backward(call, states, nothing, after, _sequences(layer, found[step]))
         totals.add_(more)
         for x, y in zip(after, earlier or [], strict=True):
@@ -127,4 +128,4 @@ def _going_back(
 
 def _sequences(layer: Layer, rows: Tensor) -> list[Tensor]:
     """The arguments of a step, as sequences of one step."""
-    return [x[:, None] for x in rows.split(layer.weight_hh.shape[1], -1)]
+    return [x[:, None] for x in rows.split(layer.width, -1)]
