@@ -583,6 +583,17 @@ def test_the_dtype_is_that_of_the_sequences(backend):
     assert call("gru", weight.float(), mixed, h0, backend=backend)[0].dtype == torch.float64
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_are_rounded_to_the_dtype_of_the_sequences(backend):
+    weight, arguments, h0 = inputs("janet", dtype=torch.float32)
+    half = [x.bfloat16() for x in arguments]
+    got = call("janet", weight, half, h0, backend=backend)
+    assert same_bits(got, call("janet", weight.bfloat16(), half, h0, backend=backend))
+    assert not same_bits(weight.bfloat16().float(), weight)
+    (grad,) = torch.autograd.grad(got[0].sum(), weight)
+    assert grad.dtype == torch.float32
+
+
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_any_shapes(data):

@@ -284,7 +284,7 @@ class Recurrence:
         if not initial:
             initial = (like.new_zeros(order.sequences(like), like.shape[2]),) * self.states
         check_cu_seqlens(order.cu_seqlens, like.shape[1])
-        weight = None if weight_hh is None else weight_hh.to(like.dtype)
+        weight = None if weight_hh is None else weight_hh.to(dtype).to(like.dtype)  # rounded as the kernels round it
 
         def step(state: list[Tensor], of_step: list[Tensor]) -> tuple[Tensor, ...]:
             if weight is not None:
