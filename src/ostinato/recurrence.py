@@ -45,8 +45,9 @@ def recurrence(function: Callable) -> "Recurrence":
     A linear recurrence is an associative scan, see :func:`ostinato.linear_scan`; others run sequentially.  On CPUs and
     NVIDIA GPUs both run in kernels generated from the function and its derivatives, which save only inputs and states;
     elsewhere, and with ``backend="torch"`` and ``"reference"``, the function itself runs in PyTorch.  Channels are
-    independent: what mixes them comes before the recurrence or after, but for the products of a matrix with the state
-    before each step, ``weight_hh``, which kernels like those of :class:`ostinato.LSTM` keep on a GPU's chip.
+    independent: what mixes them comes before the recurrence or after, but for the products of a matrix, ``weight_hh``,
+    with the state before each step.  With these, the kernels of :class:`ostinato.LSTM` run the function in place of
+    their own cell on an NVIDIA GPU, and keep the matrix on the chip where it fits.
 
     The result is called as ``h, h_last = f(*arguments, weight_hh=None, h0=None, resets=None, reverse=False,
     cu_seqlens=None, backend="auto")`` and differentiable in the arguments, ``weight_hh`` and ``h0``.
@@ -75,6 +76,9 @@ def recurrence(function: Callable) -> "Recurrence":
             the function, two states that it takes for another number, or ``weight_hh`` without a state.
         ValueError: shapes, devices or boundaries that do not match, a function that is not elementwise or has an
             operation that no kernel can be generated for, with its line, or an unknown backend.
+        RuntimeError: the requested backend cannot run here; a CUDA graph captures a call with ``weight_hh`` and
+            ``cu_seqlens`` that were in no call before; a compiler is to make the recurrence, or to take ``cu_seqlens``
+            with ``backend="torch"``.
 
     Example:
         >>> import torch, ostinato
@@ -354,7 +358,7 @@ class Recurrence:
         options: tuple,
         arguments: Sequence[Tensor],
     ) -> tuple[Any, Any]:
-        """All steps, with products of the state."""
+        """All steps with recurrent weights, by the kernels of ``kernels/recurrence/weighted``."""
         weight, h0, c0, *_ = *(x.to(dtype) for x in (weight_hh, *given.values())), None, None
         sequences, parameters = by_kind([x.dim() == 3 for x in arguments], arguments)
         # Joined as the kernels take them, time-major.
@@ -418,7 +422,7 @@ class Recurrence:
         return sequences[0], functools.reduce(torch.promote_types, (arguments[k].dtype for k in sequences))
 
     def _check_weights(self, weight_hh: Tensor, arguments: tuple[Tensor, ...], first: int) -> tuple[Tensor, ...]:
-        """The arguments, with those to which products are added as sequences, like the first of these."""
+        """The arguments, of which those to which products are added are expanded to sequences; or raise an error."""
         if not self.states:
             raise TypeError(f"weight_hh needs a state: the first parameter of {self} would be named h or state")
         check_floating("weight_hh", weight_hh)

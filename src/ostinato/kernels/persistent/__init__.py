@@ -1,5 +1,7 @@
 """Persistent kernels of RNN, GRU and LSTM: recurrent weights stay on chip, or in cache, for the whole sequence.
 
+Those of GPUs also run recurrences of the user's own with recurrent weights, ``recurrence/weighted/``.
+
 In the order of their imports:
 
 =================  ====================================================================================
