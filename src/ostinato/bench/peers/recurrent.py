@@ -182,14 +182,14 @@ def lstm(state: tuple[Tensor, Tensor], i: Tensor, f: Tensor, g: Tensor, o: Tenso
     return torch.sigmoid(o) * torch.tanh(c), c
 
 
-EQUATIONS = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
+RECURRENCES = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
 
 
 def from_equation(backend: str, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
     """A user's own recurrence with the layer's equation, in generated kernels or, by "torch", in a loop."""
     if not (work.is_plain and work.density == 1):
         raise Unavailable("written for one dense layer and direction, not packed, without resets")
-    recurrence, hidden = EQUATIONS[work.cell], work.hidden
+    recurrence, hidden = RECURRENCES[work.cell], work.hidden
     weights = tuple(work.torch_layer(data, work.dtype).parameters())
 
     def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
