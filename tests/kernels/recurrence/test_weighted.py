@@ -1,5 +1,6 @@
 """Recurrences with recurrent weights in the persistent CUDA kernels: their cells, and what runs them on a GPU."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -16,6 +17,7 @@ from gpus import H100
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.operators import eager
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
+from ostinato.kernels.persistent.cuda.source import code, macros
 from ostinato.kernels.persistent.sequences import Sequences
 from ostinato.kernels.recurrence.symbolic.tracer import trace
 from ostinato.kernels.recurrence.weighted import operator, persistent, stepwise
@@ -140,6 +142,18 @@ def test_kernels_of_generated_cells_compile_without_a_gpu(architecture, layer, k
     assert {(g.block_groups, g.distributed) for g in found} == kinds
     for k, chosen in enumerate(found):
         assert_compiles(chosen, architecture, resets=k % 2 == 0, packed=k % 2 == 0)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("cell", CELLS)
+def test_shared_memory_has_room_for_what_threads_hand_to_each_other(cell, backward):
+    pytest.importorskip("cuda.core")
+    (chosen,) = (g for g in generated(printed(cell), 256, 4, f16, backward) if g.shares_work)
+    numbers = "DERIVATIVES + GRADIENTS" if backward else "OPERANDS + RESULTS"
+    for room, fits in ((chosen.handed, True), (chosen.handed // 2, False)):
+        text = f'{code(chosen)}static_assert({numbers} <= {room}, "no room");'
+        with contextlib.nullcontext() if fits else pytest.raises(nvrtc.DoesNotCompile, match="no room"):
+            nvrtc.compile_cubin(text, "sm_90", dict(macros(chosen, resets=True, packed=True)))
 
 
 @pytest.fixture

@@ -256,7 +256,7 @@ class Geometry(NamedTuple):
         return self.distributed and self.units * self.capacity <= THREADS // 2
 
     @property
-    def _handed(self) -> int:
+    def handed(self) -> int:
         """Numbers of a unit of a sequence that threads hand to each other where they share work; at most.
 
         The operands and results of ``gather.cu``, the derivatives and gradients of ``scatter.cu``.
@@ -397,5 +397,5 @@ class Geometry(NamedTuple):
         if self.block_groups > 1:  # what is multiplied is copied there, with a barrier for each part
             state += self.slice * self.columns * self.dtype.itemsize + 16 * self.column_parts
         if self.shares_work:  # operands and results of updates, on their way from thread to thread
-            state += 2 * self._handed * round_up(self.units * self.capacity, 32) * 4
+            state += 2 * self.handed * round_up(self.units * self.capacity, 32) * 4
         return sums + state + mail + self.in_shared * self.tile_bytes
