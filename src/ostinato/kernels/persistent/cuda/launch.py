@@ -46,7 +46,7 @@ def kernels(geometry: Geometry, device: int, resets: bool, packed: bool, keeps: 
     """
     properties: Any = torch.cuda.get_device_properties(device)
     compiled = (code(geometry), macros(geometry, resets, packed, keeps, directions), device)
-    if geometry.backward:
+    if geometry.backward and geometry.generated is None:
         nvrtc.compile_ahead(*biases.source(geometry.dtype), device)
     prepare, recur = (nvrtc.load_kernel(name, *compiled, feature(geometry)) for name in ("prepare", "recur"))
     resident = recur.resident_blocks(device, geometry.threads, geometry.shared_bytes, geometry.blocks_of_a_cluster)
