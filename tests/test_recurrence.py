@@ -591,6 +591,7 @@ def returns(value):
             "cannot be a method: write it without self, .* of an object's own method in its __init__, recurrence",
         ),
         (lambda: rotated(X, C), TypeError, r"rotated takes 3 arguments \(x, u, v\); got 2"),
+        (lambda: rotated(X, C, C, X[:, 0]), TypeError, r"3 arguments \(x, u, v\), and options by name; got 4"),
         (lambda: rotated(X, C, w=C), TypeError, "rotated takes the arguments x, u, v; got 2 by position and w by name"),
         (lambda: rotated(X, u=C), TypeError, "takes the arguments x, u, v; got 1 by position and u by name"),
         (lambda: rotated(X, C, C, v=C), TypeError, "got 3 by position and v by name"),

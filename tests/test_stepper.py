@@ -32,6 +32,8 @@ def modules():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_step_under_autocast_is_followed_by_one_outside(name):
+    if name == "LSTM" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no LSTM in bfloat16 on this processor")
     torch.manual_seed(0)
     layer, x = getattr(ostinato, name)(5, 16), torch.randn(2, 3, 5)
     stepper = ostinato.Stepper(layer, 3)

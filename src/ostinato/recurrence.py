@@ -401,6 +401,7 @@ class Recurrence:
             takes = f"{len(self.names)} argument{'s' if len(self.names) != 1 else ''} ({', '.join(self.names)})"
             named = not self.states and len(arguments) == len(self.names) - 1
             hint = f", a state only if {self.names[0]} were named h or state" if named else ""
+            hint += ", and options by name" if len(arguments) > len(self.names) else ""
             raise TypeError(f"{self} takes {takes}{hint}; got {len(arguments)}")
         for name, x in zip(self.names, arguments, strict=True):
             check_floating(name, x, FLOAT_DTYPES + COMPLEX_DTYPES)
