@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ostinato
 import weighted_cells
@@ -522,6 +523,21 @@ class Stepped(Layer):
     def step(self, x, state):
         h, *after = self(x[:, None], state=state)
         return h[:, 0], tuple(after)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_has_the_same_gradients(layer, reentrant):
+    x = sequences()[0].requires_grad_()
+    leaves = [x, *layer.parameters()]
+
+    def gradients(results):
+        for leaf in leaves:
+            leaf.grad = None
+        sum(y.cos().sum() for y in results).backward()
+        return [leaf.grad.clone() for leaf in leaves]
+
+    want = gradients(layer(x))
+    assert same_bits(gradients(checkpoint(layer, x, use_reentrant=reentrant)), want)
 
 
 @torch.no_grad()

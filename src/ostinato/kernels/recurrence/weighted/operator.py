@@ -117,8 +117,9 @@ def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
     if all(g is None for g in grads):
         return (None,) * 10
-    *tensors, h0, c0, cu_seqlens, resets = ctx.saved_tensors[:7]
-    states = ctx.saved_tensors[7:]
+    saved = ctx.saved_tensors  # asked for once: checkpoints compute them anew
+    *tensors, h0, c0, cu_seqlens, resets = saved[:7]
+    states = saved[7:]
     given = [states[0].new_empty(0) if g is None else g for g in grads]
     options = cu_seqlens, resets, ctx.reverse, ctx.backend
     *found, of_h0, of_c0 = _backward(ctx.recurrence, *tensors, h0, c0, *options, *given, *states)
