@@ -44,8 +44,8 @@ def on_gpu(cell, x, states, weights):
 def test_compiles_without_a_gpu(cell):
     pytest.importorskip("cuda.core")
     for architecture, dtype, sizes in zip(ARCHITECTURES, TOLERANCE, SIZES, strict=False):
-        macros = dict(cuda_step.macros(cell, dtype, *sizes))
-        assert nvrtc.compile_cubin(cuda_step.source(), architecture, macros)[:4] == b"\x7fELF"
+        macros = dict(cuda_step.macros(dtype, *sizes))
+        assert nvrtc.compile_cubin(cuda_step.source(cell), architecture, macros)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ def test_printed_cells_compute_the_function_and_its_derivatives(name):
     cell = print_cell(trace(function, kinds, states), products)
     assert cell[1:] == (products, sum(kinds), kinds.count(False), states, kept)
     constants = {k: int(v) for k, v in re.findall(r"([A-Z]+) = (\d+)", cell.code)}
-    names = "PRODUCTS", "SEQUENCES", "PARAMETERS", "STATES", "DERIVATIVES"
+    names = "PRODUCTS", "INPUTS", "PARAMETERS", "STATES", "DERIVATIVES"
     assert constants == dict(zip(names, cell[1:], strict=True))
     assert len(set(re.findall(r"slope\[\d+\](?= =)", cell.code))) == kept
     generator = torch.Generator().manual_seed(0)
@@ -103,7 +103,10 @@ def test_printed_cells_compute_the_function_and_its_derivatives(name):
             "x": [v for v, kind in zip(values, kinds, strict=True) if kind],
             "parameter": [v for v, kind in zip(values, kinds, strict=True) if not kind],
         }
-        forward = evaluated(cell.code, "forward", {"after": states}, **given)
+        s = [0.5, -2.0, 0.25, 3.0][:products]
+        x = [v - s[k] if k < products else v for k, v in enumerate(given["x"])]
+        forward = evaluated(cell.code, "forward", {"after": states}, **given | {"x": x, "s": s})
+        assert x == pytest.approx(given["x"], rel=1e-12)  # as differentiate() takes it
         slope = evaluated(cell.code, "differentiate", {"slope": kept}, **given)["slope"]
         out = {"of_states": states, "of_arguments": len(kinds)}
         pulled = evaluated(cell.code, "pull", out, slope=slope, grad=grads.tolist())
@@ -149,7 +152,7 @@ def test_kernels_of_generated_cells_compile_without_a_gpu(architecture, layer, k
 def test_shared_memory_has_room_for_what_threads_hand_to_each_other(cell, backward):
     pytest.importorskip("cuda.core")
     (chosen,) = (g for g in generated(printed(cell), 256, 4, f16, backward) if g.shares_work)
-    numbers = "DERIVATIVES + GRADIENTS" if backward else "OPERANDS + RESULTS"
+    numbers = "DERIVATIVES + PULLED" if backward else "OPERANDS + RESULTS"
     for room, fits in ((chosen.handed, True), (chosen.handed // 2, False)):
         text = f'{code(chosen)}static_assert({numbers} <= {room}, "no room");'
         with contextlib.nullcontext() if fits else pytest.raises(nvrtc.DoesNotCompile, match="no room"):

@@ -22,7 +22,7 @@ Recurrences with recurrent weights, ``kernels/recurrence/weighted``, launch thos
 The loops over time named above are compiled with these, as ``source.py`` puts them together:
 
 =================  ===========================================================================================
-``generated.cuh``  what a generated cell consists of; the other cells have an empty one
+``cell.cuh``       what a cell consists of; those of ``cells/`` are RNN, GRU and LSTM
 ``layout.cuh``     what all kernels share: parameters, and which units and sequences a block and a thread have
 ``exchange.cuh``   the exchange between blocks; within a cluster, ``cluster.cuh`` and, of its sums, ``split.cuh``
 ``matrix.cuh``     a block's part of the matrix; ``weights.cuh``, where it keeps the tiles of that

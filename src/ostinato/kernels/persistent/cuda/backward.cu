@@ -1,20 +1,21 @@
-// Backpropagation through time of one layer and direction of an RNN, GRU, LSTM or generated cell in one launch, with
-// the recurrent weights kept on chip.
+// Backpropagation through time of one layer and direction in one launch, with the recurrent weights kept on chip.
 //
 // At every step Units computes the gradients of its hidden units' gates and publishes them; Product multiplies the
 // transposed matrix with the gate gradients of all units, which gives those of the previous states.  Pre-activations
-// are those that the forward has kept, rounded to the layer's dtype; an RNN needs only its states, and a generated
-// cell's are computed again from its states before the launch.  Gradients of states stay in float32.
+// are those that the forward has kept, rounded to the layer's dtype; an RNN needs only its states, and those of a
+// user's cell are computed again from its states before the launch.  Gradients of states stay in float32.
 //
 // A step's other operands are loaded two steps ahead, and turned into derivatives one step ahead, while the blocks wait
 // for each other.
 
 constexpr int PREFETCH = 6;                          // steps
 constexpr int SUMMED = 64;                           // steps whose gates are summed by themselves
-constexpr int GRADS = CELL == GRU ? 4 : INPUTS;      // of a unit that are written
-// Of a unit, the gradients that are summed over steps: all, for the biases', or of a generated cell its parameters'.
-constexpr int FIRST_SUMMED = IS_GENERATED ? GRADS : 0, TOTALS = IS_GENERATED ? Generated::PARAMETERS : GRADS;
-constexpr bool TAKES_STATE = CELL == GRU, TAKES_CELL = CELL == LSTM;
+constexpr int GRADIENTS = Cell::GRADIENTS;           // of a unit that are written
+// Of those that a cell makes, the ones that are summed over steps: all, for biases, or those after them, of parameters.
+constexpr int FIRST_SUMMED = Cell::HAS_BIASES ? 0 : GRADIENTS;
+constexpr int TOTALS = Cell::HAS_BIASES ? GRADIENTS : Cell::PARAMETERS, PULLED = FIRST_SUMMED + TOTALS;
+constexpr int OUTPUTS = KEPT == Kept::ALL_STATES ? Cell::STATES : 1;  // states that have gradients at each step
+constexpr bool TAKES_SECOND = OUTPUTS == 2;
 
 // From the buffer of a step to that which is half of all away.
 __device__ inline int to_opposite_buffer(int step) {
@@ -29,36 +30,32 @@ template <> struct Total<true> { using type = double; };
 struct Units : Block {
     const Parameters& p;
     float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be processed
-    float d[ITEMS][FIRST_SUMMED + TOTALS + 1];  // of the gates at this step; of all that a generated cell is given
+    float d[ITEMS][PULLED];      // of what a cell is given at this step, and of its parameters
     using Sum = typename Total<SCATTERS && EXACT>::type;
     Sum totals[UNITS_OF_THREAD][TOTALS + 1] = {};  // of the last TOTALS over steps, of a unit's items in one
+    float parameter[UNITS_OF_THREAD][Cell::PARAMETERS + 1];
     Span spans[ITEMS] = {};
-    // A step's derivatives, computed before the gradients that they multiply arrive.
-    float slope[ITEMS][GATES];  // by a gate's pre-activation: of h; of c for an LSTM's i, f and g; of n's for a GRU's r
-    float direct[ITEMS] = {};   // of h by the h before, not through the weights: a GRU's z; or a generated cell's
-                                // gradient of that h
-    float gate[ITEMS];          // of an LSTM's c by the c before: f; of n's pre-activation by a GRU's recurrent part: r
-    float through[ITEMS];       // of an LSTM's h by its c
-    float given[ITEMS], given_second[ITEMS];  // the gradients of the output and of a generated cell's second states
-    // Of a generated cell: the derivatives, in place of those above, and parameters; whether the sequence has the step.
-    float slopes[ITEMS][Generated::DERIVATIVES + 1], parameter[UNITS_OF_THREAD][Generated::PARAMETERS + 1];
-    bool takes_step[ITEMS];
+    // Of a step, computed before the gradients arrive that it passes on.
+    float slope[ITEMS][Cell::DERIVATIVES + 1];
+    float given[ITEMS][OUTPUTS];            // the gradients of its outputs
+    bool takes_step[ITEMS];                 // whether the sequence has it
+    bool begins[ITEMS] = {}, began[ITEMS];  // whether its states before are zero, and those of the last step processed
     // As loaded: to take adjacent numbers apart is to wait for them.
     static constexpr int LOADS = ITEMS / ADJACENT;
-    Adjacent<Scalar>::Bits pre[LOADS][INPUTS], grad[LOADS], candidate[LOADS], before[LOADS];
-    Adjacent<Scalar>::Bits second_before[LOADS], grad_second[LOADS];
+    Adjacent<Scalar>::Bits pre[LOADS][INPUTS], grad[LOADS][OUTPUTS], candidate[LOADS];
+    Adjacent<Scalar>::Bits before[LOADS], second_before[LOADS];
     Adjacent<float> cell[LOADS], cell_before[LOADS];
     Resets resets;  // before the step that is differentiated next
-    bool begins[ITEMS] = {}, began[ITEMS];  // whether the next step to be processed, and the last, start from zero
 
     __device__ Units(const Parameters& p, const Product& product, int block, Block owned_by) : Block(owned_by), p(p) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             dh[i] = dc[i] = 0;
-            grad[i / ADJACENT] = grad_second[i / ADJACENT] = {};
+#pragma unroll
+            for (int k = 0; k < OUTPUTS; ++k) grad[i / ADJACENT][k] = {};
             if (!owned(i)) continue;
 #pragma unroll
-            for (int k = 0; k < Generated::PARAMETERS; ++k)
+            for (int k = 0; k < Cell::PARAMETERS; ++k)
                 parameter[own_unit(i)][k] = p.parameters[k * HIDDEN + unit + unit_of(i)];
             spans[i] = product.span(p, block, block % CLUSTER * UNITS + unit_of(i));
             if (p.grad_h_n) dh[i] = widen(p.grad_h_n[index(0, i)]);
@@ -78,20 +75,18 @@ struct Units : Block {
             const Scalar* gates = p.pre + index(rows.first, i, INPUTS);
 #pragma unroll
             for (int g = 0; g < INPUTS; ++g) pre[k][g] = Adjacent<Scalar>::bits_once(gates + g * HIDDEN);
-            if (p.grad_output) grad[k] = Adjacent<Scalar>::bits_once(p.grad_output + at);
-            if constexpr (IS_GENERATED) {
-                before[k] = Adjacent<Scalar>::bits_once(p.before + at);
-                if (HAS_SECOND) second_before[k] = Adjacent<Scalar>::bits_once(p.second_before + at);
-                if (HAS_SECOND && p.grad_second) grad_second[k] = Adjacent<Scalar>::bits_once(p.grad_second + at);
-            }
-            if (TAKES_STATE) {
+            if (p.grad_output) grad[k][0] = Adjacent<Scalar>::bits_once(p.grad_output + at);
+            if (KEPT == Kept::ALL_STATES) before[k] = Adjacent<Scalar>::bits_once(p.before + at);
+            if (TAKES_SECOND) second_before[k] = Adjacent<Scalar>::bits_once(p.second_before + at);
+            if (TAKES_SECOND && p.grad_second) grad[k][OUTPUTS - 1] = Adjacent<Scalar>::bits_once(p.grad_second + at);
+            if (KEPT == Kept::RECURRENT) {
                 candidate[k] = Adjacent<Scalar>::bits_once(p.candidate + at);
                 const bool begins_here = !has_earlier || !live(i, earlier);
                 const Scalar* state = begins_here ? p.h0 : p.h;
                 before[k] = {};
                 if (state) before[k] = Adjacent<Scalar>::bits_once(state + index(begins_here ? 0 : earlier.first, i));
             }
-            if (TAKES_CELL) {
+            if (KEPT == Kept::CELLS) {
                 cell[k] = Adjacent<float>::load(p.cells + at);
                 cell_before[k] = {};
                 if (has_earlier && live(i, earlier)) {
@@ -105,73 +100,46 @@ struct Units : Block {
         return rows;
     }
 
-    // The gradients of a sequence without this step pass through unchanged.
     __device__ void differentiate(const Rows& rows) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
             const int k = i / ADJACENT, j = i % ADJACENT;
-            begins[i] = resets.before[k];
+            takes_step[i] = live(i, rows), begins[i] = resets.before[k];
             const auto unpacked = [&](Adjacent<Scalar>::Bits loaded) {
                 return widen(Adjacent<Scalar>::of(loaded).x[j]);
             };
-            float x[INPUTS];
+            float x[INPUTS], states_before[2] = {}, kept[2] = {};
 #pragma unroll
             for (int g = 0; g < INPUTS; ++g) x[g] = unpacked(pre[k][g]);
-            if constexpr (IS_GENERATED) {
-                const float states[] = {unpacked(before[k]), HAS_SECOND ? unpacked(second_before[k]) : 0};
-                Generated::differentiate(states, x, parameter[own_unit(i)], slopes[i]);
-                given_second[i] = unpacked(grad_second[k]);
-                takes_step[i] = live(i, rows);
+            if (KEPT == Kept::RECURRENT) kept[1] = unpacked(candidate[k]);
+            if (KEPT == Kept::CELLS) kept[1] = cell[k].x[j];
+            if (!begins[i]) {
+                if (KEPT == Kept::RECURRENT || KEPT == Kept::ALL_STATES) states_before[0] = unpacked(before[k]);
+                if (KEPT == Kept::CELLS) states_before[1] = cell_before[k].x[j];
+                if (TAKES_SECOND) states_before[1] = unpacked(second_before[k]);
             }
-            if constexpr (CELL == RNN_TANH) slope[i][0] = 1 - x[0] * x[0];
-            if constexpr (CELL == RNN_RELU) slope[i][0] = x[0] > 0 ? 1 : x[0] <= 0 ? 0 : x[0];
-            direct[i] = 0;
-            if constexpr (CELL == GRU) {
-                const float reset = sigmoid(x[0]), update = sigmoid(x[1]), recurrent = unpacked(candidate[k]);
-                const float n = hyperbolic_tangent(x[2] + reset * recurrent);
-                slope[i][0] = recurrent * reset * (1 - reset);
-                slope[i][1] = ((begins[i] ? 0 : unpacked(before[k])) - n) * update * (1 - update);
-                slope[i][2] = (1 - update) * (1 - n * n);
-                gate[i] = reset, direct[i] = update;
-            }
-            if constexpr (CELL == LSTM) {
-                const float input = sigmoid(x[0]), forget = sigmoid(x[1]), output = sigmoid(x[3]);
-                const float new_cell = hyperbolic_tangent(x[2]), tanh_cell = hyperbolic_tangent(cell[k].x[j]);
-                slope[i][0] = new_cell * input * (1 - input);
-                slope[i][1] = (begins[i] ? 0 : cell_before[k].x[j]) * forget * (1 - forget);
-                slope[i][2] = input * (1 - new_cell * new_cell);
-                slope[i][3] = tanh_cell * output * (1 - output);
-                gate[i] = forget, through[i] = output * (1 - tanh_cell * tanh_cell);
-            }
-            given[i] = unpacked(grad[k]);
-            if (live(i, rows)) continue;
+            Cell::differentiate(states_before, kept, x, parameter[own_unit(i)], slope[i]);
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) slope[i][g] = 0;
-            direct[i] = gate[i] = 1, through[i] = given[i] = given_second[i] = 0;
+            for (int output = 0; output < OUTPUTS; ++output) given[i][output] = unpacked(grad[k][output]);
         }
     }
 
-    // Calls a function with each of a step's derivatives.
+    // Calls a function with all that update() needs of a step.
     template <typename Function> __device__ void each_derivative(Function take) {
+        const auto take_flag = [&](bool& x) {
+            float flag = x ? 1.0f : 0.0f;
+            take(flag);
+            x = flag != 0;
+        };
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
 #pragma unroll
-            for (int k = 0; k < Generated::DERIVATIVES; ++k) take(slopes[i][k]);
+            for (int k = 0; k < Cell::DERIVATIVES; ++k) take(slope[i][k]);
 #pragma unroll
-            for (int g = 0; g < GATES && !IS_GENERATED; ++g) take(slope[i][g]);
-            if (CELL == GRU || (OFFSETS && !IS_GENERATED)) take(direct[i]);
-            if (GATES > 1 && !IS_GENERATED) take(gate[i]);
-            if (CELL == LSTM) take(through[i]);
-            take(given[i]);
-            if (IS_GENERATED && HAS_SECOND) take(given_second[i]);
-            const auto take_flag = [&](bool& x) {
-                float flag = x ? 1.0f : 0.0f;
-                take(flag);
-                x = flag != 0;
-            };
+            for (int k = 0; k < OUTPUTS; ++k) take(given[i][k]);
             if (RESETS) take_flag(begins[i]);
-            if (IS_GENERATED && OFFSETS) take_flag(takes_step[i]);
+            if (OFFSETS) take_flag(takes_step[i]);
         }
     }
 
@@ -179,6 +147,7 @@ struct Units : Block {
         return state_offset((g * PITCH + unit) * sizeof(Scalar), sequence);
     }
 
+    // The gradients of a sequence without this step stay as they are.
     __device__ void update(char* state, int iteration) {
 #pragma unroll
         for (int first = 0; first < ITEMS; first += ADJACENT) {
@@ -187,35 +156,15 @@ struct Units : Block {
 #pragma unroll
             for (int j = 0; j < ADJACENT; ++j) {
                 const int i = first + j;
+                const bool passes = OFFSETS && !takes_step[i];
+                const float total[] = {dh[i] + given[i][0], TAKES_SECOND ? dc[i] + given[i][OUTPUTS - 1] : dc[i]};
+                float of_states[2];
+                Cell::pull(slope[i], total, of_states, d[i]);
+                dh[i] = passes ? dh[i] : of_states[0];
+                if (HAS_SECOND) dc[i] = passes ? dc[i] : of_states[1];
                 began[i] = begins[i];
-                const float total = dh[i] + given[i];
-                if constexpr (IS_GENERATED) {
-                    const float grads[] = {total, dc[i] + given_second[i]};
-                    float of_states[] = {total, grads[1]};
-                    if (!OFFSETS || takes_step[i]) {
-                        Generated::pull(slopes[i], grads, of_states, d[i]);
-                    } else {
 #pragma unroll
-                        for (int g = 0; g < GRADS; ++g) d[i][g] = 0;
-                    }
-#pragma unroll
-                    for (int g = 0; g < GATES; ++g) published[g][j] = d[i][g];
-                    direct[i] = of_states[0], dc[i] = of_states[1];
-                }
-                if constexpr (CELL == RNN_TANH || CELL == RNN_RELU) published[0][j] = d[i][0] = total * slope[i][0];
-                if constexpr (CELL == GRU) {
-                    d[i][3] = total * slope[i][2];
-                    d[i][0] = published[2][j] = d[i][3] * gate[i];
-                    d[i][1] = published[0][j] = d[i][3] * slope[i][0];
-                    d[i][2] = published[1][j] = total * slope[i][1];
-                }
-                if constexpr (CELL == LSTM) {
-                    dc[i] += total * through[i];
-#pragma unroll
-                    for (int g = 0; g < GATES; ++g) published[g][j] = d[i][g] = (g == 3 ? total : dc[i]) * slope[i][g];
-                    dc[i] *= gate[i];
-                }
-                dh[i] = IS_GENERATED ? direct[i] : total * direct[i];
+                for (int g = 0; g < GATES; ++g) published[g][j] = passes ? 0 : d[i][Cell::of_product(g)];
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) published[g][j] = owned(i) ? published[g][j] : 0;
             }
@@ -247,9 +196,9 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
-            Pack* grads = p.grads + index(rows.first, i, GRADS);
+            Pack* grads = p.grads + index(rows.first, i, GRADIENTS);
 #pragma unroll
-            for (int g = 0; g < GRADS; ++g) {
+            for (int g = 0; g < GRADIENTS; ++g) {
                 float of_gate[ADJACENT];
 #pragma unroll
                 for (int j = 0; j < ADJACENT; ++j) of_gate[j] = d[i + j][g];
@@ -288,11 +237,11 @@ struct Units : Block {
             if (sequence + s >= rows.live) return;
 #pragma unroll
             for (int g = 0; g < INPUTS; ++g) prefetch(p.pre + row * (INPUTS * HIDDEN) + g * HIDDEN + u);
-            if (IS_GENERATED) prefetch(p.before + at);
-            if (IS_GENERATED && HAS_SECOND) prefetch(p.second_before + at);
             if (p.grad_output) prefetch(p.grad_output + at);
-            if (TAKES_STATE) prefetch(p.candidate + at), prefetch(p.h + at);
-            if (TAKES_CELL) prefetch(p.cells + at);
+            if (KEPT == Kept::ALL_STATES) prefetch(p.before + at);
+            if (TAKES_SECOND) prefetch(p.second_before + at);
+            if (KEPT == Kept::RECURRENT) prefetch(p.candidate + at), prefetch(p.h + at);
+            if (KEPT == Kept::CELLS) prefetch(p.cells + at);
         });
     }
 

@@ -87,29 +87,22 @@ struct Units : UpdatedUnits {
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             // Derivatives, before the sums are waited for.
-            float slope[4][GATES], forget[4], through[4], dh[4];
+            float slope[4][Cell::DERIVATIVES], dh[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int s = i / 2, u = i % 2;
-                float of_gates[GATES][2];
+                float pre[GATES];
 #pragma unroll
-                for (int g = 0; g < GATES; ++g) unpack(x[r][s][g], of_gates[g]);
-                const float input = sigmoid(of_gates[0][u]), output = sigmoid(of_gates[3][u]);
-                const float candidate = hyperbolic_tangent(of_gates[2][u]);
-                const float tanh_cell = hyperbolic_tangent(u ? cell[r][s].y : cell[r][s].x);
-                forget[i] = sigmoid(of_gates[1][u]), through[i] = output * (1 - tanh_cell * tanh_cell);
-                slope[i][0] = candidate * input * (1 - input);
-                slope[i][1] = (u ? earlier[r][s].y : earlier[r][s].x) * forget[i] * (1 - forget[i]);
-                slope[i][2] = input * (1 - candidate * candidate);
-                slope[i][3] = tanh_cell * output * (1 - output);
-                if (OFFSETS && !(lives >> (2 * r + s) & 1)) {
-                    forget[i] = 1, through[i] = 0;
-#pragma unroll
-                    for (int g = 0; g < GATES; ++g) slope[i][g] = 0;
+                for (int g = 0; g < GATES; ++g) {
+                    float of_units[2];
+                    unpack(x[r][s][g], of_units);
+                    pre[g] = of_units[u];
                 }
+                const float before[] = {0, u ? earlier[r][s].y : earlier[r][s].x};
+                const float after[] = {0, u ? cell[r][s].y : cell[r][s].x};
+                Cell::differentiate(before, after, pre, nullptr, slope[i]);
 #pragma unroll
-                for (int g = 0; g < GATES; ++g) asm volatile("" : "+f"(slope[i][g]));
-                asm volatile("" : "+f"(forget[i]), "+f"(through[i]));
+                for (int k = 0; k < Cell::DERIVATIVES; ++k) asm volatile("" : "+f"(slope[i][k]));
             }
             sum(dh, place, shared, iteration, turn, r, timeout);
             const float4 last = cells(shared, turn, r);
@@ -118,14 +111,16 @@ struct Units : UpdatedUnits {
             for (int i = 0; i < 4; ++i) {
                 float of_units[2];
                 unpack(given[r][i / 2], of_units);
-                const float total = dh[i] + of_units[i % 2];
-                dc[i] += total * through[i];
+                const float total[] = {dh[i] + of_units[i % 2], dc[i]};
+                const bool passes = OFFSETS && !(lives >> (2 * r + i / 2) & 1);
+                float of_states[2];
+                Cell::pull(slope[i], total, of_states, d[i]);
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) {
-                    d[i][g] = (g == 3 ? total : dc[i]) * slope[i][g];
+                    if (passes) d[i][g] = 0;
                     totals[g][i % 2] += d[i][g];
                 }
-                dc[i] = begins >> (2 * r + i / 2) & 1 ? 0 : dc[i] * forget[i];
+                dc[i] = begins >> (2 * r + i / 2) & 1 ? 0 : passes ? dc[i] : of_states[1];
             }
             cells(shared, turn, r) = {dc[0], dc[1], dc[2], dc[3]};
 #pragma unroll

@@ -1,5 +1,4 @@
-// One layer and direction of an RNN, GRU, LSTM or generated cell: all steps in one launch, with the recurrent weights
-// kept on chip.
+// One layer and direction of a recurrent layer: all steps in one launch, with the recurrent weights kept on chip.
 //
 // Product multiplies the recurrent matrix with the previous state and leaves partial sums in shared memory; Units
 // reduces them, updates the block's own hidden units and publishes them.  With RESETS, a state that is reset before the
@@ -20,7 +19,7 @@ template <typename T> __device__ inline T in_register(T x) {
 struct Units : Block {
     const Parameters& p;
     float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
-    float parameter[UNITS_OF_THREAD][Generated::PARAMETERS + 1];  // of a generated cell; no array may be empty
+    float parameter[UNITS_OF_THREAD][Cell::PARAMETERS + 1];  // no array may be empty
     Resets resets;  // before this step; from the update on before the next
     Adjacent<Scalar> projected[ITEMS / ADJACENT][INPUTS];
     Span spans[ITEMS][GATES] = {};
@@ -39,7 +38,7 @@ struct Units : Block {
                 if (p.bias) bias[i][g] = widen(p.bias[g * HIDDEN + unit + unit_of(i)]);
             }
 #pragma unroll
-            for (int k = 0; k < Generated::PARAMETERS; ++k)
+            for (int k = 0; k < Cell::PARAMETERS; ++k)
                 parameter[own_unit(i)][k] = p.parameters[k * HIDDEN + unit + unit_of(i)];
             if (p.h0) h[i] = widen(p.h0[index(0, i)]);
             if (p.c0) c[i] = widen(p.c0[index(0, i)]);
@@ -63,38 +62,15 @@ struct Units : Block {
         }
     }
 
-    // The state after a step, and in `cell` the second state or, of a GRU, the candidate's recurrent part.
-    __device__ float next(int i, const float (&s)[GATES], float& cell) {
+    // The states after a step.  With KEEPS_GATES, pre-activations replace what was projected.
+    __device__ void step(int i, const float (&s)[GATES], float (&after)[2]) {
+        const float before[] = {h[i], c[i]};
         float x[INPUTS];
 #pragma unroll
         for (int g = 0; g < INPUTS; ++g) x[g] = widen(projected[i / ADJACENT][g].x[i % ADJACENT]);
-        if constexpr (IS_GENERATED) {
-            const float before[] = {h[i], cell};
-            float after[] = {0, 0};
+        Cell::forward(before, x, s, parameter[own_unit(i)], after);
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) x[g] += s[g];
-            Generated::forward(before, x, parameter[own_unit(i)], after);
-            cell = after[1];
-            return after[0];
-        }
-        if constexpr (CELL == RNN_TANH) return hyperbolic_tangent(x[0] + s[0]);
-        if constexpr (CELL == RNN_RELU) return x[0] + s[0] < 0 ? 0 : x[0] + s[0];
-        if constexpr (KEEPS_GATES) {
-#pragma unroll
-            for (int g = 0; g < GATES; ++g)
-                projected[i / ADJACENT][g].x[i % ADJACENT] = CELL == GRU && g == 2 ? x[g] : x[g] + s[g];
-        }
-        if constexpr (CELL == GRU) {
-            cell = s[2];
-            const float reset = sigmoid(x[0] + s[0]), update = sigmoid(x[1] + s[1]);
-            const float candidate = hyperbolic_tangent(x[2] + reset * s[2]);
-            return candidate + update * (h[i] - candidate);
-        }
-        if constexpr (CELL == LSTM) {
-            const float input = sigmoid(x[0] + s[0]), forget = sigmoid(x[1] + s[1]);
-            cell = forget * cell + input * hyperbolic_tangent(x[2] + s[2]);
-            return sigmoid(x[3] + s[3]) * hyperbolic_tangent(cell);
-        }
+        for (int g = 0; KEEPS_GATES && g < INPUTS; ++g) projected[i / ADJACENT][g].x[i % ADJACENT] = x[g];
     }
 
     template <typename State>
@@ -124,10 +100,10 @@ struct Units : Block {
         }
 #pragma unroll
         for (int i = FIRST; i < END; ++i) {
-            float cell = c[i];
-            const float after = next(i, s[i], cell);
+            float after[] = {0, 0};
+            step(i, s[i], after);
             if (!live(i, rows)) continue;
-            h[i] = after, c[i] = cell;
+            h[i] = after[0], c[i] = after[1];
         }
 #pragma unroll
         for (int i = FIRST; i < END; i += ADJACENT) {
@@ -150,15 +126,15 @@ struct Units : Block {
             if (!live(i, rows)) continue;
             const size_t at = index(rows.first, i);
             adjacent_bits(h + i).store(p.output + at);
-            if (CELL == LSTM && p.cells) {
+            if (KEPT == Kept::CELLS && p.cells) {
                 Adjacent<float> cells;
 #pragma unroll
                 for (int j = 0; j < ADJACENT; ++j) cells.x[j] = c[i + j];
                 cells.store(p.cells + at);
             }
-            if (IS_GENERATED && HAS_SECOND) adjacent_bits(c + i).store(p.second + at);
+            if (KEPT == Kept::ALL_STATES && HAS_SECOND) adjacent_bits(c + i).store(p.second + at);
             if constexpr (KEEPS_GATES) {
-                if (CELL == GRU) adjacent_bits(c + i).store(p.candidates + at);
+                if (KEPT == Kept::RECURRENT) adjacent_bits(c + i).store(p.candidates + at);
                 Scalar* gates = p.gates + index(rows.first, i, GATES);
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) projected[i / ADJACENT][g].store(gates + g * HIDDEN);

@@ -56,7 +56,7 @@ struct Units : UpdatedUnits {
             float4 terms[TERMS];
             take(terms, sums(shared, turn) + r * OWNERS + thread, iteration + 1, shared, timeout);
             const float4 before = cells(shared, turn, r);
-            float c[4] = {before.x, before.y, before.z, before.w}, after[4], s[4][GATES];
+            float c[4] = {before.x, before.y, before.z, before.w}, after[4], s[4][GATES], pre[4][GATES];
 #pragma unroll
             for (int g = 0; g < GATES; ++g) {
                 const float4 a = terms[g], b = terms[GATES + g];
@@ -71,12 +71,13 @@ struct Units : UpdatedUnits {
                 for (int g = 0; g < GATES; ++g) {
                     float projected[2];
                     unpack(x[r][i / 2][g], projected);
-                    s[i][g] += projected[i % 2];
+                    pre[i][g] = projected[i % 2];
                 }
-                const bool live = !OFFSETS || sequence_of(turn, r, i / 2) < rows.live;
-                const float cell = sigmoid(s[i][1]) * c[i] + sigmoid(s[i][0]) * hyperbolic_tangent(s[i][2]);
-                after[i] = sigmoid(s[i][3]) * hyperbolic_tangent(cell);
-                if (live) c[i] = cell;
+                const float states[] = {0, c[i]};  // an LSTM has h in its products alone
+                float next[2];
+                Cell::forward(states, pre[i], s[i], nullptr, next);
+                after[i] = next[0];
+                if (!OFFSETS || sequence_of(turn, r, i / 2) < rows.live) c[i] = next[1];
             }
             cells(shared, turn, r) = {c[0], c[1], c[2], c[3]};
 #pragma unroll
@@ -86,7 +87,7 @@ struct Units : UpdatedUnits {
                 publish(published + byte(r, k), begins >> (2 * r + k) & 1 ? 0 : h[r][k]);
                 if (!KEEPS_GATES) continue;
 #pragma unroll
-                for (int g = 0; g < GATES; ++g) x[r][k][g] = pack({s[2 * k][g], s[2 * k + 1][g]});
+                for (int g = 0; g < GATES; ++g) x[r][k][g] = pack({pre[2 * k][g], pre[2 * k + 1][g]});
             }
         }
     }

@@ -9,12 +9,10 @@
 // With SHARES_WORK, where a block within clusters has few units, some of its warps only update them, and others do the
 // rest of the elementwise work; see gather.cu and scatter.cu.
 
-enum CellKind { RNN_TANH, RNN_RELU, GRU, LSTM, GENERATED };
-constexpr bool IS_GENERATED = CELL == GENERATED;  // see generated.cuh
-// Of a unit: rows of the recurrent matrix.  A generated cell's are those of its products, which need not be gates.
-constexpr int GATES = IS_GENERATED ? Generated::PRODUCTS : CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
-constexpr int INPUTS = IS_GENERATED ? Generated::SEQUENCES : GATES;  // of a unit at a step, in `pre`
-constexpr bool HAS_SECOND = CELL == LSTM || Generated::STATES == 2;  // a state beside h
+// Of a unit: rows of the recurrent matrix, which of a user's cell need not be gates; and numbers in `pre` at a step.
+constexpr int GATES = Cell::PRODUCTS, INPUTS = Cell::INPUTS;
+constexpr bool HAS_SECOND = Cell::STATES == 2;  // a state beside h
+constexpr Kept KEPT = Cell::KEPT;
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // with 255 registers each: all that a multiprocessor has
 constexpr int WORD = 8 / sizeof(Scalar);         // numbers in 8 bytes
@@ -48,28 +46,28 @@ struct Parameters {
                                   // is 0 those of the first state and of each step
     const int* offsets;           // (steps + 1), with OFFSETS: of the rows of each step; else all have `batch` rows
     int* failure;                 // set to 1 if a wait timed out
-    const Scalar* pre;            // (rows, INPUTS * HIDDEN): forward the input's part; backward pre-activations, of a
-                                  // generated cell all that it is given at a step, or an RNN's states
+    const Scalar* pre;            // (rows, INPUTS * HIDDEN): forward the input's part; backward pre-activations, with
+                                  // Kept::NOTHING the states
     const Scalar *h0, *c0;        // (batch, HIDDEN), or null for zeros
     Pack* output;                 // (rows, HIDDEN), forward
-    float* cells;                 // (rows, HIDDEN), an LSTM's cell states: forward written if not null, backward read
+    float* cells;                 // (rows, HIDDEN), with Kept::CELLS: forward written if not null, backward read
     Scalar* gates;                // (rows, GATES * HIDDEN), forward, with KEEPS_GATES: what the backward takes as `pre`
-    Pack* candidates;             // (rows, HIDDEN), of a GRU, with KEEPS_GATES: what the backward takes as `candidate`
+    Pack* candidates;             // (rows, HIDDEN), with Kept::RECURRENT: what the backward takes as `candidate`
     Pack *h_n, *c_n;              // (batch, HIDDEN), forward
-    const Scalar* candidate;      // (rows, HIDDEN), backward: the recurrent part of a GRU's candidate
-    const Scalar* h;              // (rows, HIDDEN), backward: the states after each step, of a GRU
+    const Scalar* candidate;      // (rows, HIDDEN), backward, with Kept::RECURRENT, as the next
+    const Scalar* h;              // (rows, HIDDEN), backward: the states after each step
     const Scalar* grad_output;    // (rows, HIDDEN), or null for zeros
     const Scalar *grad_h_n, *grad_c_n;  // (batch, HIDDEN), or null for zeros
-    Pack* grads;                  // (rows, GRADS * HIDDEN), backward
+    Pack* grads;                  // (rows, GRADIENTS * HIDDEN), backward
     Pack *grad_h0, *grad_c0;      // (batch, HIDDEN), backward
     const unsigned char* resets;  // (rows), with RESETS: whether the state before the step is zero, in launch order
     unsigned* marks;              // (words of 32 steps, batch): the same as bits, in the order in which steps are taken
     unsigned* flags;              // (groups, BLOCKS), and
     float4* sums;                 // (groups, BLOCKS, CLUSTER, ...), backward: of wide batches, see wide.cuh
-    float* totals;                // (batch, TOTALS * HIDDEN), backward: sums over steps, of grads or, of a generated
-                                  // cell, of the gradients of its parameters
-    const float* parameters;      // (PARAMETERS, HIDDEN), of a generated cell, and of it the next four:
-    Pack* second;                 // (rows, HIDDEN), forward: its second state, if it has two
+    float* totals;                // (batch, TOTALS * HIDDEN), backward: sums over steps, of grads or of the gradients
+                                  // of parameters
+    const float* parameters;      // (PARAMETERS, HIDDEN)
+    Pack* second;                 // (rows, HIDDEN), forward, with Kept::ALL_STATES, as the next two: second states
     const Scalar *before, *second_before;  // (rows, HIDDEN), backward: the states before each step
     const Scalar* grad_second;    // (rows, HIDDEN), or null for zeros
     int steps, batch, groups, columns;  // columns: sequences of a group

@@ -4,10 +4,9 @@
 // after the next, and others write the last step's gradients; numbers pass between them through shared memory, in two
 // buffers taken in turn, and the barrier after each update separates who writes one from who reads it.
 
-constexpr int LANES = (UNITS * COLUMNS + 31) / 32 * 32;  // threads of a part, one for each item
-constexpr int DERIVATIVES = (IS_GENERATED ? Generated::DERIVATIVES : GATES) + 5;  // of an item, at most
-constexpr int GRADIENTS = FIRST_SUMMED + TOTALS;         // of an item
-constexpr bool WRITES_APART = 3 * LANES <= THREADS;      // or else those who differentiate write, too
+constexpr int LANES = (UNITS * COLUMNS + 31) / 32 * 32;                      // threads of a part, one for each item
+constexpr int DERIVATIVES = Cell::DERIVATIVES + OUTPUTS + RESETS + OFFSETS;  // of an item: see each_derivative
+constexpr bool WRITES_APART = 3 * LANES <= THREADS;                          // or else those who differentiate write, too
 static_assert(2 * LANES <= THREADS, "an item for each thread of a part");
 
 // grid: BLOCKS blocks for each group of sequences, all resident at once
@@ -52,7 +51,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     }
     __syncthreads();
     const auto gates_of = [&](int iteration) { return reinterpret_cast<char*>(states) + iteration % 2 * SLICE_BYTES; };
-    const auto gradients_of = [&](int iteration) { return gradients + iteration % 2 * GRADIENTS * LANES; };
+    const auto gradients_of = [&](int iteration) { return gradients + iteration % 2 * PULLED * LANES; };
     const auto multiply = [&](int iteration) {
         __syncthreads();
         product(gates_of(iteration));
@@ -63,7 +62,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         for (int iteration = 0; iteration < p.steps; ++iteration) {
             units.update(gates_of(iteration), iteration);
 #pragma unroll
-            for (int g = 0; g < GRADIENTS; ++g) gradients_of(iteration)[g * LANES] = units.d[0][g];
+            for (int g = 0; g < PULLED; ++g) gradients_of(iteration)[g * LANES] = units.d[0][g];
             multiply(iteration);
             take(iteration + 1);
             units.add(product, nullptr, mailbox, iteration, timeout);
@@ -78,7 +77,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
             }
             if (writes) {
 #pragma unroll
-                for (int g = 0; g < GRADIENTS; ++g) units.d[0][g] = gradients_of(iteration)[g * LANES];
+                for (int g = 0; g < PULLED; ++g) units.d[0][g] = gradients_of(iteration)[g * LANES];
                 units.write(Rows(p, step_of(p, iteration)));
             }
             if (Block::has_sectors() && iteration + PREFETCH < p.steps)

@@ -8,12 +8,13 @@ from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.cuda.nvrtc import Macros
 from ostinato.kernels.persistent.cuda.heuristics.geometry import SCALARS, WARPS, Geometry
 
-_COMMON = "cuda/numeric.cuh", "cuda/barriers.cuh"
+_COMMON = "cuda/numeric.cuh", "cuda/barriers.cuh", "persistent/cuda/cell.cuh"
 
 
 def code(geometry: Geometry) -> str:
-    """The text of a kernel: what all share, the cell, if generated, or else one in its place, and its own files."""
-    cell = nvrtc.source("persistent/cuda/generated.cuh") if geometry.generated is None else geometry.generated.code
+    """The text of a kernel: what all share, the cell, and its own files."""
+    generated = geometry.generated
+    cell = nvrtc.source(*_paths(f"cells/{geometry.cell}.cuh")) if generated is None else generated.code
     return nvrtc.source(*_COMMON) + cell + nvrtc.source(*_files(geometry))
 
 
@@ -57,7 +58,6 @@ def macros(
     return (
         ("SCALAR", SCALARS[geometry.dtype]),
         ("VEC", 2 if geometry.wide else 1),
-        ("CELL", geometry.cell.upper()),
         ("HIDDEN", geometry.hidden_size),
         ("PITCH", geometry.pitch),
         ("UNITS", geometry.units),

@@ -1,16 +1,15 @@
-// One step of an RNN, GRU or LSTM layer for few sequences: both products and the gates, in one launch.
+// One step of a recurrent layer for few sequences: both products and the cell, in one launch.
 //
 // A warp computes one unit of BATCH sequences; its lanes split the inputs and the state.  The groups of sequences of a
 // unit are neighbouring warps, which find its weights in the L1 cache.  x is (batch, inputs), states and cells
 // (batch, units), the weights (GATES * units, inputs or units), all contiguous.  A lane loads VEC numbers at once.
 
-enum CellKind { RNN_TANH, RNN_RELU, GRU, LSTM };
-constexpr int GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
+constexpr int GATES = Cell::PRODUCTS;
 
 struct Parameters {
     const Pack *x, *h, *weight_ih, *weight_hh;
     const Scalar *bias_ih, *bias_hh;  // null if absent, as h and c are if zero
-    const Scalar* c;                  // of an LSTM, as next_c
+    const Scalar* c;                  // of a cell with two states, as next_c
     Scalar *next_h, *next_c, *output;
     int inputs, units, batch, groups;
 };
@@ -41,19 +40,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) step(const Parameters p
     if (lane >= sequences) return;
 
     const size_t at = size_t(first + lane) * p.units + unit;
-    Compute h;
-    if constexpr (CELL == RNN_TANH) h = hyperbolic_tangent(x[0] + s[0]);
-    if constexpr (CELL == RNN_RELU) h = x[0] + s[0] < 0 ? 0 : x[0] + s[0];
-    if constexpr (CELL == GRU) {
-        const Compute reset = sigmoid(x[0] + s[0]), update = sigmoid(x[1] + s[1]);
-        const Compute candidate = hyperbolic_tangent(x[2] + reset * s[2]);
-        h = candidate + update * (state_at(reinterpret_cast<const Scalar*>(p.h), at) - candidate);
-    }
-    if constexpr (CELL == LSTM) {
-        const Compute input = sigmoid(x[0] + s[0]), forget = sigmoid(x[1] + s[1]);
-        const Compute c = forget * state_at(p.c, at) + input * hyperbolic_tangent(x[2] + s[2]);
-        p.next_c[at] = Scalar(c);
-        h = sigmoid(x[3] + s[3]) * hyperbolic_tangent(c);
-    }
-    p.next_h[at] = p.output[at] = Scalar(h);
+    const Compute before[] = {state_at(reinterpret_cast<const Scalar*>(p.h), at), state_at(p.c, at)};
+    Compute after[2];
+    Cell::forward(before, x, s, nullptr, after);
+    if (Cell::STATES == 2) p.next_c[at] = Scalar(after[1]);
+    p.next_h[at] = p.output[at] = Scalar(after[0]);
 }

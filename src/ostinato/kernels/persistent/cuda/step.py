@@ -44,8 +44,8 @@ class LayerStep:
 
     def _prepare(self, device: int, low: int) -> Callable[..., None]:
         """A function that launches the kernel for addresses with these low bits."""
-        _, _, batch, inputs, hidden = self._layer
-        kernel = nvrtc.load_kernel("step", source(), macros(*self._layer, low), device)
+        cell, dtype, batch, inputs, hidden = self._layer
+        kernel = nvrtc.load_kernel("step", source(cell), macros(dtype, batch, inputs, hidden, low), device)
         groups = _groups(batch)
         pack, sizes = struct.Struct("=10Q").pack, struct.pack("=4i", inputs, hidden, batch, groups)
         return kernel.prepared(device, -(-hidden * groups // WARPS), 32 * WARPS, 0, pack, sizes)
@@ -108,13 +108,16 @@ def _groups(batch: int) -> int:
 
 
 @functools.cache
-def source() -> str:
+def source(cell: str) -> str:
     """The CUDA C++ of ``step.cu`` with what it uses."""
-    return nvrtc.source("cuda/numeric.cuh", "cuda/gemv.cuh", "persistent/cuda/step.cu")
+    folder = "persistent/cuda"
+    return nvrtc.source(
+        "cuda/numeric.cuh", "cuda/gemv.cuh", f"{folder}/cell.cuh", f"{folder}/cells/{cell}.cuh", f"{folder}/step.cu"
+    )
 
 
-def macros(cell: str, dtype: torch.dtype, batch: int, inputs: int, hidden: int, low: int = 0) -> Macros:
+def macros(dtype: torch.dtype, batch: int, inputs: int, hidden: int, low: int = 0) -> Macros:
     """The preprocessor definitions of ``step.cu``; `low`: the low bits of the addresses of inputs, states, weights."""
     sizes = 8 // dtype.itemsize | inputs | hidden | low // dtype.itemsize
-    names = {"CELL": cell.upper(), "SCALAR": SCALARS[dtype], "VEC": sizes & -sizes, "WARPS": WARPS}
+    names = {"SCALAR": SCALARS[dtype], "VEC": sizes & -sizes, "WARPS": WARPS}
     return (*names.items(), ("BATCH", min(batch, MOST_AT_ONCE)))

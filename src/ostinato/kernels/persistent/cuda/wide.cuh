@@ -33,7 +33,8 @@ constexpr int AT_CELLS = 2 * IN_SHARED * WEIGHT_BYTES, AT_SUMS = AT_CELLS + BLOC
 constexpr int AT_RING = AT_SUMS + (BACKWARD ? 0 : BLOCK_GROUPS * TERMS * TERM * 16), COPY_BYTES = COPIED * STATE_BYTES;
 constexpr int SLOTS = (SHARED_BYTES - AT_RING - 16) / (COPY_BYTES + 16), AT_BARRIERS = AT_RING + SLOTS * COPY_BYTES;
 
-static_assert(CELL == LSTM && UNITS == 16 && BLOCKS * UNITS == PITCH && BLOCKS % CLUSTER == 0 && HIDDEN % 2 == 0);
+static_assert(KEPT == Kept::CELLS && HIDDEN % 2 == 0);
+static_assert(UNITS == 16 && BLOCKS * UNITS == PITCH && BLOCKS % CLUSTER == 0);
 static_assert(CLUSTER * UNITS * (BACKWARD ? 1 : GATES) == 128, "two warpgroups multiply 64 rows each");
 static_assert(TILES % 2 == 0 && TILES <= 64, "a lane polls two flags");
 static_assert(SLOTS >= 2);

@@ -1,4 +1,4 @@
-"""A traced recurrence as the cell of the persistent kernels, see ``persistent/cuda/generated.cuh``."""
+"""A traced recurrence as the cell of the persistent kernels, see ``persistent/cuda/cell.cuh``."""
 
 import functools
 import math
@@ -9,16 +9,25 @@ from ostinato.kernels.recurrence.symbolic.builder import Builder
 from ostinato.kernels.recurrence.symbolic.trace import Trace
 
 _CELL = """
-struct Generated {{
-    static constexpr int STATES = {states}, PRODUCTS = {products}, SEQUENCES = {sequences}, PARAMETERS = {parameters};
-    static constexpr int DERIVATIVES = {derivatives};
-    static __device__ void forward(const float* before, const float* x, const float* parameter, float* after) {{
+struct Cell {{
+    static constexpr int STATES = {states}, PRODUCTS = {products}, INPUTS = {sequences}, PARAMETERS = {parameters};
+    static constexpr int DERIVATIVES = {derivatives}, GRADIENTS = INPUTS;
+    static constexpr Kept KEPT = Kept::ALL_STATES;
+    static constexpr bool HAS_BIASES = false;
+    static __device__ constexpr int of_product(int k) {{ return k; }}
+
+    static __device__ void forward(
+        const Compute* before, Compute* x, const Compute* s, const Compute* parameter, Compute* after
+    ) {{
+{add_products}
 {forward}
     }}
-    static __device__ void differentiate(const float* before, const float* x, const float* parameter, float* slope) {{
+    static __device__ void differentiate(
+        const Compute* before, const Compute*, const Compute* x, const Compute* parameter, Compute* slope
+    ) {{
 {differentiate}
     }}
-    static __device__ void pull(const float* slope, const float* grad, float* of_states, float* of_arguments) {{
+    static __device__ void pull(const Compute* slope, const Compute* grad, Compute* of_states, Compute* of_arguments) {{
 {pull}
     }}
 }};
@@ -52,6 +61,7 @@ def print_cell(trace: Trace, products: int) -> Generated:
         sequences=sequences,
         parameters=parameters,
         derivatives=len(kept),
+        add_products="\n".join(f"        x[{k}] += s[{k}];" for k in range(products)),
         forward=body_of(trace.forward, given, [f"after[{k}]" for k in range(states)]),
         differentiate=body_of(builder.graph(kept), given, [f"slope[{k}]" for k in range(len(kept))]),
         pull="\n".join(pulled),

@@ -119,8 +119,8 @@ def _registers_beside_states(geometry: Geometry) -> int:
         count += max(24, 6 * geometry.gates) if geometry.backward else 0
         count += geometry.registers_of_generated
     if geometry.takes_fewer:  # what each step makes of the number of sequences; it is kept where there is room
-        more = geometry.cluster > 1 if geometry.backward else 2 * (geometry.cell == "lstm" or geometry.has_half_tiles)
-        count += 4 * more  # beside what a cluster's blocks send, a cell's state, or a tile taken twice
+        more = geometry.cluster > 1 if geometry.backward else 2 * (geometry.states == 2 or geometry.has_half_tiles)
+        count += 4 * more  # beside what a cluster's blocks send, a second state, or a tile taken twice
     return count
 
 

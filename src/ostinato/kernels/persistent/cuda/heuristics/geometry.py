@@ -59,9 +59,9 @@ class Strips(NamedTuple):
 
 
 class Generated(NamedTuple):
-    """The cell of a recurrence of the user's own, and the numbers of what it has; see ``generated.cuh``."""
+    """The cell of a recurrence of the user's own, and the numbers of what it has; see ``cell.cuh``."""
 
-    code: str  # of the struct Generated
+    code: str  # of the struct Cell
     products: int  # with the recurrent matrix, of a unit
     sequences: int  # arguments that a unit is given at every step
     parameters: int  # those that are the same at every step
@@ -110,6 +110,11 @@ class Geometry(NamedTuple):
     def products(self) -> int:
         """Rows of the recurrent matrix for each unit."""
         return GATES[self.cell] if self.generated is None else self.generated.products
+
+    @property
+    def states(self) -> int:
+        """States of a hidden unit."""
+        return 1 + (self.cell == "lstm") if self.generated is None else self.generated.states
 
     @property
     def rows(self) -> int:
