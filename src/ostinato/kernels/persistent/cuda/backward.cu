@@ -109,17 +109,20 @@ struct Units : Block {
             const auto unpacked = [&](Adjacent<Scalar>::Bits loaded) {
                 return widen(Adjacent<Scalar>::of(loaded).x[j]);
             };
-            float x[INPUTS], states_before[2] = {}, kept[2] = {};
+            float x[INPUTS], states_before[2] = {}, after[2] = {};
 #pragma unroll
             for (int g = 0; g < INPUTS; ++g) x[g] = unpacked(pre[k][g]);
-            if (KEPT == Kept::RECURRENT) kept[1] = unpacked(candidate[k]);
-            if (KEPT == Kept::CELLS) kept[1] = cell[k].x[j];
-            if (!begins[i]) {
-                if (KEPT == Kept::RECURRENT || KEPT == Kept::ALL_STATES) states_before[0] = unpacked(before[k]);
-                if (KEPT == Kept::CELLS) states_before[1] = cell_before[k].x[j];
-                if (TAKES_SECOND) states_before[1] = unpacked(second_before[k]);
+            if (KEPT == Kept::RECURRENT) {
+                states_before[0] = begins[i] ? 0 : unpacked(before[k]);
+                after[1] = unpacked(candidate[k]);
             }
-            Cell::differentiate(states_before, kept, x, parameter[own_unit(i)], slope[i]);
+            if (KEPT == Kept::CELLS) {
+                states_before[1] = begins[i] ? 0 : cell_before[k].x[j];
+                after[1] = cell[k].x[j];
+            }
+            if (KEPT == Kept::ALL_STATES) states_before[0] = unpacked(before[k]);  // zero where a sequence begins
+            if (TAKES_SECOND) states_before[1] = unpacked(second_before[k]);
+            Cell::differentiate(states_before, after, x, parameter[own_unit(i)], slope[i]);
 #pragma unroll
             for (int output = 0; output < OUTPUTS; ++output) given[i][output] = unpacked(grad[k][output]);
         }

@@ -4,9 +4,9 @@
 // after the next, and others write the last step's gradients; numbers pass between them through shared memory, in two
 // buffers taken in turn, and the barrier after each update separates who writes one from who reads it.
 
-constexpr int LANES = (UNITS * COLUMNS + 31) / 32 * 32;                      // threads of a part, one for each item
+constexpr int LANES = (UNITS * COLUMNS + 31) / 32 * 32;                      // threads of a part, for each item
 constexpr int DERIVATIVES = Cell::DERIVATIVES + OUTPUTS + RESETS + OFFSETS;  // of an item: see each_derivative
-constexpr bool WRITES_APART = 3 * LANES <= THREADS;                          // or else those who differentiate write, too
+constexpr bool WRITES_APART = 3 * LANES <= THREADS;                          // or those who differentiate write
 static_assert(2 * LANES <= THREADS, "an item for each thread of a part");
 
 // grid: BLOCKS blocks for each group of sequences, all resident at once
