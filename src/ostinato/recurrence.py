@@ -13,18 +13,17 @@ from torch import Tensor
 from ostinato.checks import FLOAT_DTYPES, check_floating, describe
 from ostinato.kernels.operators import export
 from ostinato.kernels.operators.eager import is_eager
-from ostinato.kernels.recurrence.arguments import by_kind
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence, step_of
 from ostinato.kernels.recurrence.nonlinear.sequential import sequential
 from ostinato.kernels.recurrence.symbolic.tracer import following, trace
 from ostinato.kernels.recurrence.weighted.definition import with_products
-from ostinato.kernels.recurrence.weighted.operator import weighted_recurrence
 from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.replay import recording
 from ostinato.scan import COMPLEX_DTYPES, check_scan, linear_scan
+from ostinato.weighted import run_all_steps
 
 STATES = {"h": 1, "state": 2}  # states, by the name of the first parameter; none, a linear recurrence, for any other
 OPTIONS = ("weight_hh", "h0", "resets", "reverse", "cu_seqlens", "backend")
@@ -185,7 +184,10 @@ class Recurrence:
             if result is not None:
                 return result
             if weight_hh is not None:
-                return self._by_weighted_kernels(weight_hh, dtype, given, (*order, backend), arguments)
+                traced = self.traced(arguments)
+                return self._paired(
+                    run_all_steps(traced, weight_hh, dtype, arguments, [*given.values()], order, backend)
+                )
             return self._by_kernels(self.traced(arguments), dtype, given, (*order, backend), arguments)
         return self._by_torch(arguments, first, dtype, given, order, backend, weight_hh)
 
@@ -349,23 +351,6 @@ class Recurrence:
         wide = torch.promote_types(dtype, torch.float32)
         h0, c0, *_ = *(x.to(wide) for x in given.values()), None, None
         return self._paired(nonlinear_recurrence(traced, h0, c0, *options, *arguments))
-
-    def _by_weighted_kernels(
-        self,
-        weight_hh: Tensor,
-        dtype: torch.dtype,
-        given: dict[str, Tensor],
-        options: tuple,
-        arguments: Sequence[Tensor],
-    ) -> tuple[Any, Any]:
-        """All steps with recurrent weights, by the kernels of ``kernels/recurrence/weighted``."""
-        weight, h0, c0, *_ = *(x.to(dtype) for x in (weight_hh, *given.values())), None, None
-        sequences, parameters = by_kind([x.dim() == 3 for x in arguments], arguments)
-        # Joined as the kernels take them, time-major.
-        joined = torch.cat([x.transpose(0, 1) for x in sequences], -1).transpose(0, 1)
-        per_channel = torch.cat(parameters) if parameters else joined.new_empty(0)
-        traced = self.traced(arguments)
-        return self._paired(weighted_recurrence(traced, weight, joined, per_channel, h0, c0, *options))
 
     def _paired(self, results: Sequence[Tensor]) -> tuple[Any, Any]:
         """The states over time and the last ones, each a pair if there are two, of an operator's results."""

@@ -200,7 +200,7 @@ def test_which_calls_are_launched(simulated, monkeypatch):
     assert replays_of(ostinato.prune(ostinato.GRU(16, 24), 0.5), x) == 0
     monkeypatch.setattr(sequences, "product_switches", lambda: ("other",))
     assert replays_of(layer, x) == 3  # counted anew
-    monkeypatch.setattr(sequences, "_MOST_REPLAYED", 7)
+    monkeypatch.setattr(sequences, "MOST_STEPS", 7)
     assert replays_of(ostinato.GRU(16, 24, 2), x) == 3
     assert replays_of(ostinato.GRU(16, 24, 2), torch.randn(8, 3, 16)) == 0
 

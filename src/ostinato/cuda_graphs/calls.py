@@ -35,6 +35,7 @@ Run = Callable[[Tensor, list[Tensor], list[Tensor], Tensor | None], list[Tensor]
 """A launched call: the output and last states, of the input, the states, the weights and resets."""
 
 MOST_BYTES = 128 << 20  # that a call keeps for its backward
+MOST_STEPS = 512  # of a loop over time: longer ones take a GPU longer than the host
 _DEFAULT_STREAM = 0
 
 
@@ -164,14 +165,17 @@ class RepeatedCalls:
 
     def replay(
         self,
-        layer: nn.Module,
+        owner: nn.Module | nn.Parameter,
         x: Tensor,
         states: list[Tensor],
         weights: list[Tensor],
         resets: Tensor | None,
         training: bool,
     ) -> Sequence[Tensor] | None:
-        """The results of a call by its graphs; None if it has none, or not yet, and is to be launched."""
+        """The results of a call by its graphs; None if it has none, or not yet, and is to be launched.
+
+        The graphs go with their owner: the layer, or a parameter of it.
+        """
         if not on_default_stream(x):
             return None
         if training and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -185,7 +189,7 @@ class RepeatedCalls:
         bytes_needed = _bytes_of(weights, x.numel() // x.shape[-1])
         if training:  # gradients, and these as one tensor
             bytes_needed += 2 * sum(weight.nbytes for weight in weights if weight.requires_grad)
-        found = self.graphs.graphs_of((addresses_of(weights),), capture, bytes_needed, x.device, layer)
+        found = self.graphs.graphs_of((addresses_of(weights),), capture, bytes_needed, x.device, owner)
         if found is None:
             return None
         if not training:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.cuda_graphs.calls import RepeatedCalls, Run, are_worth
+from ostinato.cuda_graphs.calls import MOST_STEPS, RepeatedCalls, Run, are_worth
 from ostinato.dropout import dropout_of
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
@@ -43,7 +43,6 @@ class KernelCall(NamedTuple):
 LEFT_TO_TORCH = KernelCall(batch=0, steps=0, autocast=None, training=False, at_once=0)
 """In place of a call that torch's kernels compute, whose arguments they take as they are."""
 
-_MOST_REPLAYED = 512  # steps: longer sequences take a GPU longer than the host
 
 # Keyed by input, weights, states, resets, and the masks of recurrent weights.
 _CALLS: Prepared[KernelCall | None] = Prepared()
@@ -131,7 +130,7 @@ class SequenceLayers(MaskedLayers):
 
     def _may_be_replayed(self, weights: list[Tensor], batch: int, steps: int) -> bool:
         """Whether such calls, if they repeat, gain by CUDA graphs; pruned layers have none."""
-        if self._buffers or steps > _MOST_REPLAYED or is_captured(weights[0].device):
+        if self._buffers or steps > MOST_STEPS or is_captured(weights[0].device):
             return False
         return are_worth(weights, batch * steps)
 

@@ -1,0 +1,88 @@
+"""Calls of a recurrence with recurrent weights: launched, or on a GPU replayed as CUDA graphs once they repeat."""
+
+import functools
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.cuda_graphs.calls import MOST_STEPS, RepeatedCalls, are_worth
+from ostinato.kernels.matmul.precision import layers_allow_tf32, product_switches
+from ostinato.kernels.operators.eager import Prepared, is_differentiated
+from ostinato.kernels.persistent.backends import is_captured
+from ostinato.kernels.recurrence.arguments import by_kind
+from ostinato.kernels.recurrence.weighted.operator import weighted_recurrence
+from ostinato.kernels.scan import Order
+
+_CALLS = Prepared[RepeatedCalls]()
+
+
+def run_all_steps(
+    trace: str,
+    weight_hh: Tensor,
+    dtype: torch.dtype,
+    arguments: Sequence[Tensor],
+    initial: Sequence[Tensor],
+    order: Order,
+    backend: str,
+) -> Sequence[Tensor]:
+    """The states over time, (B, T, D), and the last ones, (B, D), of a valid call.
+
+    Args:
+        trace: the recurrence, for these kinds of arguments.
+        weight_hh: (G*D, D), multiplied with the first state before each step and added to the first G arguments.
+        dtype: that of the results.
+        arguments: sequences, (B, T, D), of that dtype, and parameters, (D,).
+        initial: the states before the first step, if any are given.
+    """
+    sequences, parameters = by_kind([x.dim() == 3 for x in arguments], arguments)
+    x, *inputs = *sequences, *parameters, *initial
+    counts = len(sequences), len(parameters)
+    run = functools.partial(_launch, trace, dtype, *counts, order._replace(resets=None), backend)
+    if (repeated := _repeated_calls(run, weight_hh, x, inputs, order)) is not None:
+        training = is_differentiated([weight_hh, x, *inputs])
+        results = repeated.replay(cast(nn.Parameter, weight_hh), x, inputs, [weight_hh], order.resets, training)
+        if results is not None:
+            return results
+    return run(x, inputs, [weight_hh], order.resets)
+
+
+def _launch(
+    trace: str,
+    dtype: torch.dtype,
+    sequences: int,
+    parameters: int,
+    order: Order,
+    backend: str,
+    x: Tensor,
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    resets: Tensor | None,
+) -> list[Tensor]:
+    """As :func:`run_all_steps`; `x` and `inputs` are so many sequences and parameters, and the initial states."""
+    given = [x, *inputs]
+    # Joined as the kernels take them, time-major.
+    joined = torch.cat([y.transpose(0, 1) for y in given[:sequences]], -1).transpose(0, 1)
+    per_channel = given[sequences : sequences + parameters]
+    together = torch.cat(per_channel) if per_channel else joined.new_empty(0)
+    h0, c0, *_ = *(y.to(dtype) for y in given[sequences + parameters :]), None, None
+    options = order._replace(resets=resets)
+    return weighted_recurrence(trace, weights[0].to(dtype), joined, together, h0, c0, *options, backend)
+
+
+def _repeated_calls(
+    run: functools.partial, weight_hh: Tensor, x: Tensor, inputs: list[Tensor], order: Order
+) -> RepeatedCalls | None:
+    """Those of the same sizes, if they gain by CUDA graphs."""
+    batch, length, _ = x.shape
+    if torch.compiler.is_compiling() or length > MOST_STEPS or not are_worth([weight_hh], batch * length):
+        return None
+    if order.cu_seqlens is not None or is_captured(x.device):  # lengths are in no key
+        return None
+    like = [x, weight_hh, *inputs] if order.resets is None else [x, weight_hh, *inputs, order.resets]
+    how = *run.args, order.resets is None, layers_allow_tf32(x.device, x.dtype), *product_switches()
+    if (found := _CALLS.find(like, *how)) is None:
+        _CALLS.add(lambda: RepeatedCalls(run, draws=False), like, *how)
+        found = _CALLS.find(like, *how)
+    return found
