@@ -1,12 +1,12 @@
 """What kernels on NVIDIA GPUs share:
 
-=================  ==================================================
-``nvrtc.py``       kernels: compiled, loaded, launched
-``streams.py``     kernels beside each other
-``workspaces.py``  the memory in which cuBLAS works
-``numeric.cuh``    numbers: their types, arithmetic, memory accesses
-``barriers.cuh``   barriers
-``gemv.cuh``       products of a matrix and a vector
-``row_sums.cuh``   sums of rows
-=================  ==================================================
+=================  ===============================================================
+``nvrtc.py``       compiling, loading and launching kernels
+``streams.py``     concurrent kernels on several streams
+``workspaces.py``  the workspace of cuBLAS
+``numeric.cuh``    storage and compute types, math functions
+``barriers.cuh``   barriers in shared memory and in clusters, asynchronous copies
+``gemv.cuh``       matrix-vector products
+``row_sums.cuh``   sums over the rows of a matrix
+=================  ===============================================================
 """

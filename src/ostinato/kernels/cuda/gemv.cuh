@@ -1,9 +1,11 @@
-// A warp's dot products of a few rows of a matrix with the vectors of BATCH sequences; its lanes split the columns.
+// A small matrix-vector product: a warp's dot products of a few rows of a matrix with the vectors of BATCH sequences.
+// The lanes of the warp split the columns.
 
 constexpr int AT_ONCE = BATCH > 2 ? 2 : 8;  // packs of a row whose loads are in flight together
 
-// Adds this lane's share of (first row + g * stride) . x[b] to sum[g][b].  A row has `packs` packs, as has each x.  Of
-// fewer sequences than BATCH, the last one is taken again.
+// Adds to sum[g][b] this lane's part of the dot product of the row at `first + g * stride` with the vector of sequence
+// b.  Rows and vectors have `packs` packs.  With fewer sequences than BATCH, the last one is read again for those
+// missing.
 template <int ROWS>
 __device__ inline void add_products(
     Compute (&sum)[ROWS][BATCH], const Pack* first, size_t stride, const Pack* x, int packs, int sequences = BATCH
@@ -36,7 +38,7 @@ __device__ inline void add_products(
     }
 }
 
-// Adds the sums over all lanes to `whole`, those of sequence b in lane b.
+// Reduces the sums over all lanes, and adds the total of sequence b to `whole` in lane b.
 template <int ROWS>
 __device__ inline void reduce(const Compute (&sum)[ROWS][BATCH], Compute (&whole)[ROWS]) {
 #pragma unroll

@@ -3,8 +3,8 @@
 // Scalar is the storage type, Compute the compute type: float for everything up to 32 bits, double for double.  A lane
 // loads and stores VEC adjacent channels as one Pack of raw bits, so that 16-bit channels go two at a time.
 
-// Numbers of 16 bits, with the conversions that kernels need.  CUDA's headers of them take as long to read as a small
-// kernel to compile.
+// 16-bit floating-point types with the conversions that kernels need.  Parsing CUDA's own headers of them takes as long
+// as compiling a small kernel.
 
 struct Half {
     unsigned short bits;
@@ -39,7 +39,7 @@ struct BFloat16 {
     }
 };
 
-// As those for other types: evicted first from the caches.
+// Streaming loads and stores, evicted first from the caches, as CUDA has them for other types.
 template <typename T> __device__ inline T load_16_bits_once(const T* from) {
     T x;
     asm("ld.global.cs.b16 %0, [%1];" : "=h"(x.bits) : "l"(from));
@@ -91,7 +91,7 @@ template <int N> __device__ inline void unpack(Pack bits, float (&x)[N]) {
     }
 }
 
-// Two adjacent 16-bit numbers are converted by one instruction.
+// Converts two numbers to adjacent 16-bit ones by one instruction.
 __device__ inline unsigned pack_pair(float low, float high) {
     unsigned both;
     if (BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -113,7 +113,7 @@ template <int N> __device__ inline Pack pack(const float (&x)[N]) {
 
 __device__ inline Compute infinity() { return Compute(__longlong_as_double(0x7ff0000000000000)); }
 
-// As in PyTorch, NaN if either operand is.
+// NaN if either operand is, as in PyTorch.
 __device__ inline float minimum(float x, float y) {
     float z;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
@@ -152,9 +152,10 @@ __device__ inline double reciprocal(double x) { return 1.0 / x; }
 __device__ inline float sigmoid(float x) { return fast_reciprocal(1.0f + exponential(-x)); }
 __device__ inline double sigmoid(double x) { return reciprocal(1.0 + exponential(-x)); }
 
-// Two at once.  16-bit ones share the reciprocal of the product of both denominators: gates are limited by the unit of
-// exponentials and reciprocals, which has an eighth of the rate of multiplications.  For the product to be in range,
-// the first denominator is scaled, and both inputs are held at -79, where a sigmoid is 5e-35.
+// Two sigmoids at once.  16-bit ones share one reciprocal, that of the product of both denominators: gates are limited
+// by the special function unit, which computes exponentials and reciprocals at an eighth of the rate of
+// multiplications.  To keep the product in range, the first denominator is scaled, and both inputs are clamped at -79,
+// where a sigmoid is 5e-35.
 __device__ inline void sigmoids(float x, float y, float& of_x, float& of_y) {
     if (!NARROW_SCALAR) {
         of_x = sigmoid(x), of_y = sigmoid(y);
@@ -191,7 +192,7 @@ __device__ inline float decimal_logarithm(float x) {
 }
 __device__ inline double decimal_logarithm(double x) { return log10(x); }
 
-// Near 0 a few terms of the series are more accurate than the logarithm of the rounded sum.
+// Near 0 the first terms of the series are more accurate than the logarithm of the rounded sum.
 __device__ inline float log_one_plus(float x) {
     if (!NARROW_SCALAR) return log1pf(x);
     return fabsf(x) < 0.015625f ? fmaf(-0.5f * x, x, x) : fast_logarithm(1.0f + x);
@@ -203,7 +204,7 @@ __device__ inline float exponential_less_one(float x) {
     return fabsf(x) < 0.015625f ? fmaf(0.5f * x, x, x) : fast_exponential(x) - 1.0f;
 }
 __device__ inline double exponential_less_one(double x) { return expm1(x); }
-// The same given `root`, exp(x / 2).
+// The same, given `root` = exp(x / 2).
 __device__ inline float exponential_less_one(float x, float root) {
     if (!NARROW_SCALAR) return expm1f(x);
     return fabsf(x) < 0.015625f ? fmaf(0.5f * x, x, x) : fmaf(root, root, -1.0f);

@@ -26,18 +26,18 @@ SCALARS = {
 }
 Macros = tuple[tuple[str, object], ...]  # preprocessor definitions: names and values
 
-# Allocates on the current device, without PyTorch's dispatcher, as compiled code does.
+# Allocates (sizes, strides, dtype) on the current device without PyTorch's dispatcher, as compiled code does.
 empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 _loading = threading.Lock()
 
 
 class DoesNotCompile(RuntimeError):
-    """The compiler's log."""
+    """CUDA C++ that does not compile; the message is the compiler's log."""
 
 
 class _Thread(threading.local):
-    device: int | None = None  # whose context is the thread's
+    device: int | None = None  # whose context has been made current in this thread
 
 
 _thread = _Thread()
@@ -61,22 +61,22 @@ def why_no_cuda() -> str | None:
 
 @functools.cache
 def can_launch() -> bool:
-    """Whether kernels can be compiled and launched here, asked once."""
+    """Whether kernels can be compiled and launched here; cached."""
     return why_no_cuda() is None
 
 
 @functools.cache
 def source(*names: str) -> str:
-    """The text of CUDA files, by their paths from ``kernels/``, one after the other."""
+    """The concatenated text of CUDA files, given by their paths relative to ``kernels/``."""
     folder = resources.files("ostinato.kernels")
     return "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
-_importing = threading.Lock()  # cuda.core, whose first import must not be two threads'
+_importing = threading.Lock()  # two threads must not import cuda.core for the first time at once
 
 
 def compile_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
-    """Machine code of CUDA C++ for an architecture such as ``"sm_90"``; needs no GPU.
+    """Compile CUDA C++ to machine code for an architecture such as ``"sm_90"``; needs no GPU.
 
     Raises :class:`DoesNotCompile` with the compiler's log if the code does not compile.
     """
@@ -95,7 +95,7 @@ def compile_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
 
 
 def cached_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
-    """As :func:`compile_cubin`, from the disk cache if it has an intact copy."""
+    """The result of :func:`compile_cubin`, from the disk cache if that has an intact copy."""
     name = cache.key_of(code, arch, repr(sorted(macros.items())), _compiler_version()) + ".cubin"
     cubin = cache.load(name)
     if cubin is None:
@@ -109,9 +109,9 @@ def cached_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def compile_ahead(code: str, macros: Macros, device: int) -> None:
-    """Begin to compile what :func:`load_kernel` will soon be asked for, beside what the caller compiles.
+    """Start to compile, in another thread, a kernel that :func:`load_kernel` will soon be asked for.
 
-    The disk cache hands it over; without one it is compiled again.
+    It gets the kernel from the disk cache; without one, it compiles the kernel again.
     """
     pool = ThreadPoolExecutor(1)
     pool.submit(cached_cubin, code, _architecture(device), dict(macros))
@@ -129,16 +129,16 @@ def _compiler_version() -> str:
 
 
 def memory_bandwidth(device: int) -> float:
-    """Bytes a second that a GPU's memory moves at most."""
+    """The theoretical peak bandwidth of a GPU's memory in bytes per second."""
     from cuda.bindings import driver
 
     attribute = driver.CUdevice_attribute
     rate = _succeeded(driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, device))
     width = _succeeded(driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, device))
-    return 2 * rate * 1e3 * width / 8  # kHz, twice a clock; bits
+    return 2 * rate * 1e3 * width / 8  # the rate is in kHz, with two transfers per clock; the width is in bits
 
 
-_Pointer, _address_of = ctypes.c_char_p * 1, ctypes.addressof  # the array of a kernel's only parameter
+_Pointer, _address_of = ctypes.c_char_p * 1, ctypes.addressof  # the driver's array of pointers to parameters: one here
 
 
 class Kernel:
@@ -152,7 +152,7 @@ class Kernel:
         self._kernel = _succeeded(driver.cuLibraryGetKernel(self._module, name.encode()))
         self._function = driver.CUfunction(int(self._kernel))
         self._launch, self._launch_together = driver.cuLaunchKernel, driver.cuLaunchCooperativeKernel
-        self._shared_limit = 48 * 1024  # the default maximum, beyond which a kernel must opt in
+        self._shared_limit = 48 * 1024  # bytes of dynamic shared memory, beyond which a kernel must opt in
 
     def launch(
         self,
@@ -165,9 +165,10 @@ class Kernel:
         stream: int | None = None,
         rows: int = 1,
     ) -> None:
-        """Start `rows` of `grid` blocks of `block` threads, `shared` bytes each, on a stream, the current one if None.
+        """Launch `grid` x `rows` blocks of `block` threads and `shared` bytes of shared memory each.
 
-        In a cooperative launch all blocks are resident at once, or it fails.
+        They run on `stream`, or on the current one if it is None.  A cooperative launch fails unless all blocks can
+        be resident at once.
         """
         if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
@@ -198,14 +199,17 @@ class Kernel:
         rest: bytes,
         cooperative: bool = False,
     ) -> Callable[..., None]:
-        """A function like :meth:`launch` that takes the arguments of :func:`pack`, for all parameters but `rest`."""
+        """A faster :meth:`launch` on the current stream; its arguments are those of `pack`.
+
+        The kernel's parameters are the bytes that `pack` returns for these arguments, followed by `rest`.
+        """
         current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
         launch, function = self._launch, self._function
 
-        def start(*first: int) -> None:
-            parameters = pack(*first) + rest
-            there = current_device() == device and _thread.device == device
-            if cooperative or not there or shared > self._shared_limit:
+        def start(*arguments: int) -> None:
+            parameters = pack(*arguments) + rest
+            is_current = current_device() == device and _thread.device == device
+            if cooperative or not is_current or shared > self._shared_limit:
                 self.launch(device, grid, block, parameters, shared, cooperative)
                 return
             pointer = _Pointer(parameters)
@@ -217,7 +221,7 @@ class Kernel:
         return start
 
     def resident_blocks(self, device: int, block: int, shared: int, cluster: int = 1) -> int:
-        """How many blocks of `block` threads and `shared` bytes `device` holds at once, in whole clusters."""
+        """How many blocks of `block` threads and `shared` bytes can be resident on `device`, in whole clusters."""
         driver = self._driver
         with torch.cuda.device(device):
             self._enter(device)
@@ -245,7 +249,7 @@ class Kernel:
         self._shared_limit = shared
 
     def _enter(self, device: int) -> None:
-        """Make the device's context this thread's: a thread that only reuses memory may not have one yet."""
+        """Make the device's primary context current: a thread that only reuses memory may not have one yet."""
         context = _succeeded(self._driver.cuDevicePrimaryCtxRetain(device))
         _succeeded(self._driver.cuCtxSetCurrent(context))
         _thread.device = device
@@ -253,7 +257,10 @@ class Kernel:
 
 @contextmanager
 def permitted_in_captures() -> Iterator[None]:
-    """For what is done once, and may be done at a layer's first call while a CUDA graph is captured."""
+    """Permit what is unsafe during stream capture, such as loading a kernel.
+
+    It is done once, but possibly in a layer's first call, while a CUDA graph is captured.
+    """
     from cuda.bindings import driver
 
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -266,9 +273,10 @@ def permitted_in_captures() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1024)
 def load_kernel(name: str, code: str, macros: Macros, device: int, feature: str = "") -> Kernel:
-    """The kernel `name` of CUDA C++, compiled for `device` with the given macros.
+    """The kernel called `name` in `code`, compiled for `device` with the given macros.
 
-    The feature "a" stands for what only GPUs of exactly this architecture have.  Threads may compile at the same time.
+    `feature` is appended to the architecture: "a" permits instructions that only GPUs of exactly this architecture
+    have.  Several threads may compile at the same time.
     """
     cubin = cached_cubin(code, _architecture(device) + feature, dict(macros))
     with _loading:
@@ -287,16 +295,16 @@ def tensor_map(
     swizzled: bool = False,
     promoted: int = 128,
 ) -> bytes:
-    """The descriptor by which Hopper GPUs and later ones copy boxes of a tensor; reads out of bounds are zero.
+    """The tensor map with which Hopper GPUs and later ones copy boxes of a tensor; reads out of bounds are zero.
 
-    `strides`, in elements, are those of all dimensions but the first.  Rows of 128 bytes can be `swizzled`
-    in shared memory; lines of `promoted` bytes are brought into L2.
+    `strides`, in elements, are those of all dimensions but the first, which is contiguous.  Rows of 128 bytes can be
+    `swizzled` in shared memory; `promoted` is the number of bytes that each access fetches into L2.
     """
     from cuda.bindings import driver
 
     types, long, integer = driver.CUtensorMapDataType, driver.cuuint64_t, driver.cuuint32_t
     swizzles, promotions = driver.CUtensorMapSwizzle, driver.CUtensorMapL2promotion
-    found = _succeeded(
+    encoded = _succeeded(
         driver.cuTensorMapEncodeTiled(
             getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_UINT{8 * itemsize}"),
             len(sizes),
@@ -311,14 +319,16 @@ def tensor_map(
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
-    return ctypes.string_at(found.getPtr(), 128)
+    return ctypes.string_at(encoded.getPtr(), 128)
 
 
 def address(x: Tensor | None) -> int:
+    """The pointer that a kernel is given for a tensor; null for None."""
     return 0 if x is None else x.data_ptr()
 
 
 def _succeeded(result: Any) -> Any:
+    """The value that a call of the driver returns, if any, after its error code, which is raised."""
     error, *values = result
     if error:
         raise RuntimeError(f"the CUDA driver reported {error.name}")

@@ -1,8 +1,8 @@
-// The sum of rows, of 32 columns by a block of WARPS warps.
+// Sums over the rows of a matrix: a block of WARPS warps sums 32 columns.
 //
-// Each warp adds every WARPS-th row, then the first adds up what all have, always in the same order.
+// Each warp adds every WARPS-th row, then the first warp adds the partial sums of all.  The order is fixed.
 
-// Of a lane's column, `pitch` apart in each row, if it exists; in the block's first warp.
+// The sum of this lane's column, if it exists, valid in the block's first warp; rows are `pitch` elements apart.
 __device__ inline float sum_of_rows(const float* column, int pitch, int rows, bool exists) {
     __shared__ float sums[WARPS][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
