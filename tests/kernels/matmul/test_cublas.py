@@ -83,7 +83,7 @@ def test_products(shape):
             for _ in range(2):
                 onto = before.clone()
                 results.append([cublas.multiply(a, b, tf32=tf32), cublas.multiply(a, b, bias, tf32=tf32), onto])
-                assert cublas.multiply(a, b, out=onto, adds=True, tf32=tf32) is onto
+                assert cublas.multiply(a, b, out=onto, accumulate=True, tf32=tf32) is onto
             assert same_bits(*results)
             y, biased, onto = results[0]
             assert error(y, exact) < most

@@ -1,11 +1,11 @@
-"""Products of matrices:
+"""Matrix products:
 
 ==================  ===================================================================================
-``gemm.py``         those over all steps, by the fastest of torch's implementations; on GPUs after a
-                    transposition by ``transpose.cu`` where that pays off
-``convolution.py``  those on AMD's CPUs
-``cublas.py``       those of another precision than PyTorch's
-``grouped.py``      several small ones in one launch on a GPU, by ``grouped.cu``
-``precision.py``    whether float32 may be rounded to tf32, and what autocast computes in
+``gemm.py``         the products over all time steps, by the fastest of torch's implementations; on a
+                    GPU their operands are transposed by ``transpose.cu`` first where that pays off
+``convolution.py``  products on AMD CPUs, as convolutions
+``cublas.py``       products on a GPU in another precision than PyTorch is set to
+``grouped.py``      several small products in one launch on a GPU, by ``grouped.cu``
+``precision.py``    whether float32 may be rounded to tf32, and autocast's dtype
 ==================  ===================================================================================
 """

@@ -1,11 +1,11 @@
-"""Matrix products of float32 on AMD's CPUs as convolutions.
+"""Matrix products in float32 on AMD CPUs, computed as convolutions.
 
-PyTorch multiplies matrices by MKL, which leaves half of an AMD processor idle, and convolves by oneDNN, which does not
-(with one thread it takes MKL there too).  A 1x1 convolution along one line of pixels, channels last, is the same
-product of the same memory.
+PyTorch multiplies matrices with MKL, which leaves half of an AMD processor idle, and convolves with oneDNN, which does
+not (with one thread, it uses MKL for convolutions too).  A 1x1 convolution of one line of pixels in channels-last
+format is the same product of the same memory.
 
 oneDNN compiles and caches a convolution for each number of rows, which fragments the heap when lengths vary.  So
-convolutions are used with a few numbers of rows only, and the rest is left to MKL.
+convolutions have one of a few numbers of rows only, and MKL multiplies the remaining rows.
 """
 
 import functools
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LEAST_ROWS = 128  # from which a convolution's overhead pays off
+LEAST_ROWS = 128  # from which on a convolution is worth its overhead
 WHOLE_ROWS, ROUND = 2048, 128  # see is_round
-PARTS = 2048, 1024, 512, 256  # rows of a convolution, where their number is not round
+PARTS = 2048, 1024, 512, 256  # numbers of rows that have a convolution, where that of the whole is not round
 
 
 def is_faster(x: Tensor, width: int) -> bool:
-    """Whether a convolution multiplies x, (..., channels), by a matrix of `width` rows faster than MKL does."""
+    """Whether a convolution is faster than MKL at multiplying x, (..., channels), by a weight of `width` rows."""
     rows = x.shape[:-1].numel()
     return (
         x.dtype == torch.float32
-        and LEAST_ROWS <= rows <= 2**31 // max(width, x.shape[-1])  # oneDNN counts some elements in 32 bits
+        and LEAST_ROWS <= rows <= 2**31 // max(width, x.shape[-1])  # oneDNN has 32-bit element counts
         and not torch.is_autocast_enabled("cpu")
         and bool(torch.backends.mkldnn.enabled)
         and _is_amd()
@@ -43,12 +43,15 @@ def _is_amd() -> bool:
 
 
 def is_round(rows: int) -> bool:
-    """Whether a number of rows is likely to recur: small, or a small multiple of a power of two, as of fixed sizes."""
+    """Whether a number of rows is likely to recur: it is small, or a small multiple of a power of two.
+
+    The latter is typical of batches of a fixed size.
+    """
     return rows < WHOLE_ROWS or rows <= ROUND * (rows & -rows)
 
 
 def _parts(rows: int) -> list[int]:
-    """The sizes of the parts in which rows are multiplied: of `PARTS`, then the remainder, possibly 0."""
+    """The sizes of the parts in which rows are multiplied: some of `PARTS`, then the remainder, possibly 0."""
     sizes = []
     for size in PARTS:
         sizes += [size] * (rows // size)
@@ -63,7 +66,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As :func:`product`, of rows whose number is not round; not differentiable."""
+    """:func:`product` for a number of rows that is not round; not differentiable."""
     result, weight, sizes = x.new_empty(len(x), len(weight)), weight.contiguous(), _parts(len(x))
     for rows, part in zip(x.split(sizes), result.split(sizes), strict=True):
         part.copy_((product if len(rows) in PARTS else F.linear)(rows, weight, bias))
@@ -71,7 +74,7 @@ def product_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
-    """``grad.T @ x`` of (rows, width) and (rows, channels)."""
+    """``grad.T @ x``, where grad is (rows, width) and x is (rows, channels)."""
     if is_round(len(x)):
         return _gradient_of_weight(grad, x)
     sizes = _parts(len(x))
@@ -83,12 +86,12 @@ def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
-    weight = x.new_empty(grad.shape[1], x.shape[1], 1, 1)  # of which only the shape is looked at
+    weight = x.new_empty(grad.shape[1], x.shape[1], 1, 1)  # only its shape is used
     ones, zeros = [1, 1], [0, 0]
     convolution = None, ones, zeros, ones, False, zeros, 1, [False, True, False]
     return torch.ops.aten.convolution_backward(_pixels(grad), _pixels(x), weight, *convolution)[1][:, :, 0, 0]
 
 
 def _pixels(x: Tensor) -> Tensor:
-    """Rows as pixels of one line, channels last."""
+    """Rows as the pixels of one line, in channels-last format."""
     return x[None, None].permute(0, 3, 1, 2)

@@ -1,7 +1,6 @@
-"""Products of float32 matrices on a GPU by cuBLAS, whose precision is an argument.
+"""Products of float32 matrices on a GPU by cuBLAS, with the precision as an argument.
 
-That of PyTorch's products is a switch of the process: to turn it for a call would turn it for what other threads
-compute meanwhile.
+PyTorch has one setting for the whole process: changing it for a call would change it for other threads, too.
 """
 
 import ctypes
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ostinato.kernels.cuda.nvrtc import empty, permitted_in_captures
 
-# From cuBLAS's headers.
+# Constants of cuBLAS's headers.
 _FLOAT32 = 0  # CUDA_R_32F
 _COMPUTE = {False: 68, True: 77}  # CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32
 _TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS = 3, 4, 7, 8  # CUBLASLT_MATMUL_DESC_*
@@ -35,12 +34,12 @@ _ARGUMENTS = {
     "MatrixLayoutDestroy": [c_void_p],
     "MatmulPreferenceDestroy": [c_void_p],
 }
-_WORKSPACE = 32 << 20  # bytes at most, as PyTorch's on Hopper GPUs
-_MOST_PREPARED = 1024  # products of a thread
+_WORKSPACE = 32 << 20  # bytes at most, as PyTorch allows on Hopper GPUs
+_MOST_PREPARED = 1024  # products that a thread keeps
 
 
 class _Algorithm(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
+    """The result of cuBLAS's heuristic, ``cublasLtMatmulHeuristicResult_t``."""
 
     _fields_ = (
         ("algorithm", c_uint64 * 8),
@@ -53,7 +52,7 @@ class _Algorithm(ctypes.Structure):
 
 @functools.cache
 def _library() -> Any:
-    """cuBLAS as PyTorch has loaded it; None without."""
+    """The cuBLASLt library that PyTorch has loaded, or None."""
     if torch.version.cuda is None:
         return None
     major = torch.version.cuda.partition(".")[0]
@@ -77,27 +76,27 @@ def _call(name: str, *args: Any) -> None:
 
 
 class _Layout(NamedTuple):
-    """A matrix in memory."""
+    """How a matrix lies in memory."""
 
     rows: int
     columns: int
-    is_transposed: bool  # columns are contiguous, not rows
-    pitch: int  # from a row, or column, to the next
+    is_transposed: bool  # its columns are contiguous, not its rows
+    pitch: int  # elements from a row, or column, to the next
 
 
 def _destroy(created: list[tuple[Any, c_void_p]]) -> None:
-    for destroy, one in created:
-        destroy(one)
+    for destroy, handle in created:
+        destroy(handle)
 
 
 class _Product:
-    """A product of matrices of some layouts."""
+    """A prepared product of matrices of given layouts: cuBLAS's descriptors, and the algorithm that it chose."""
 
     def __init__(self, a: _Layout, b: _Layout, alignment: int, biased: bool, tf32: bool) -> None:
         self._created: list[tuple[Any, c_void_p]] = []
-        # Not as the interpreter ends: what other threads have kept goes last, when foreign functions may abort.
+        # Not at interpreter exit: products that other threads keep are freed last, when calling the library may abort.
         weakref.finalize(self, _destroy, self._created).atexit = False
-        # cuBLAS's matrices have contiguous columns, so it computes the transposed product of the transposed factors.
+        # cuBLAS's matrices are column-major, so it computes the transposed product: out.T = b.T @ a.T.
         self._description = self._create("MatmulDesc", _COMPUTE[tf32], _FLOAT32)
         for attribute, value in ((_TRANSPOSE_A, b.is_transposed), (_TRANSPOSE_B, a.is_transposed)):
             self._set("MatmulDesc", self._description, attribute, c_int(value))
@@ -109,9 +108,9 @@ class _Product:
         self._set("MatmulPreference", preference, _MOST_WORKSPACE, c_size_t(_WORKSPACE))
         for attribute in _ALIGNMENTS:
             self._set("MatmulPreference", preference, attribute, c_uint32(alignment))
-        self._found, count = _Algorithm(), c_int()
-        given = _handle(), self._description, *self._layouts, preference
-        _call("MatmulAlgoGetHeuristic", *given, 1, byref(self._found), byref(count))
+        self._algorithm, count = _Algorithm(), c_int()
+        problem = _handle(), self._description, *self._layouts, preference
+        _call("MatmulAlgoGetHeuristic", *problem, 1, byref(self._algorithm), byref(count))
         if not count.value:
             raise RuntimeError(f"cuBLAS has no algorithm for the product of {a} and {b}")
         self._bias = c_void_p()
@@ -129,30 +128,30 @@ class _Product:
         sizes = (x.rows, x.columns) if x.is_transposed else (x.columns, x.rows)
         return self._create("MatrixLayout", _FLOAT32, *sizes, x.pitch)
 
-    def __call__(self, a: int, b: int, out: int, bias: int, adds: bool, device: int) -> None:
-        """Compute it on the current device and stream, of addresses; 0 for no bias."""
+    def __call__(self, a: int, b: int, out: int, bias: int, accumulate: bool, device: int) -> None:
+        """Launch it on the current device and stream, given the addresses of its operands; that of no bias is 0."""
         if bias:
             self._bias.value = bias
             self._set("MatmulDesc", self._description, _BIAS, self._bias)
-        bytes_of_workspace = self._found.workspace
-        workspace = empty((bytes_of_workspace,), (1,), torch.uint8) if bytes_of_workspace else None
-        of_b, of_a, of_out, _ = self._layouts
+        workspace_size = self._algorithm.workspace
+        workspace = empty((workspace_size,), (1,), torch.uint8) if workspace_size else None
+        layout_b, layout_a, layout_out, _ = self._layouts
         _call(
-            *("Matmul", _handle(), self._description, byref(_ONE), b, of_b, a, of_a),
-            *(byref(_ONE if adds else _ZERO), out, of_out, out, of_out, byref(self._found)),
-            *(0 if workspace is None else workspace.data_ptr(), bytes_of_workspace),
+            *("Matmul", _handle(), self._description, byref(_ONE), b, layout_b, a, layout_a),
+            *(byref(_ONE if accumulate else _ZERO), out, layout_out, out, layout_out, byref(self._algorithm)),
+            *(0 if workspace is None else workspace.data_ptr(), workspace_size),
             torch._C._cuda_getCurrentRawStream(device),
         )
 
 
 _ZERO, _ONE = c_float(0.0), c_float(1.0)
-_handle: Any = getattr(torch._C, "_cuda_getCurrentBlasHandle", None)  # PyTorch's, which is a handle of cublasLt, too
+_handle: Any = getattr(torch._C, "_cuda_getCurrentBlasHandle", None)  # PyTorch's cuBLAS handle, valid for cuBLASLt, too
 
 
 def create_handle(device: torch.device) -> None:
-    """PyTorch's of this thread, if there is none yet and a CUDA graph is captured, as PyTorch cannot then.
+    """During a capture, create PyTorch's cuBLAS handle of this thread if there is none: PyTorch itself cannot then.
 
-    Calls before the capture may have needed none, and gradients are computed in a thread of their own.
+    Calls before the capture may not have needed one, and backward passes run in a thread of their own.
     """
     if _handle is not None and torch.cuda.is_current_stream_capturing():
         with torch.cuda.device(device), permitted_in_captures():
@@ -161,29 +160,29 @@ def create_handle(device: torch.device) -> None:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.products: dict[tuple, _Product] = {}  # each thread's own, as a bias changes the description
+        self.products: dict[tuple, _Product] = {}  # not shared by threads, as a call sets the bias in the descriptor
 
 
 _thread = _Thread()
 
 
 def multiply(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None, adds: bool = False, *, tf32: bool
+    a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None, accumulate: bool = False, *, tf32: bool
 ) -> Tensor:
-    """``a @ b``, plus a bias for each column.
+    """``a @ b + bias``.
 
     Args:
         a, b: (M, K) and (K, N), float32, on the same GPU.
         bias: (N,).
-        out: (M, N), contiguous; changed in place and returned.
-        adds: whether it is added to what `out` holds.
+        out: (M, N), contiguous; written in place and returned.
+        accumulate: whether the result is added to the contents of `out`.
         tf32: whether a and b may be rounded to tf32.
     """
     device = a.get_device()
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
-            return multiply(a, b, bias, out, adds, tf32=tf32)
-    a, b = _laid_out(a), _laid_out(b)
+            return multiply(a, b, bias, out, accumulate, tf32=tf32)
+    a, b = _with_contiguous_dim(a), _with_contiguous_dim(b)
     columns = b.shape[1]
     if out is None:
         out = empty((len(a), columns), (columns, 1), torch.float32)
@@ -198,12 +197,12 @@ def multiply(
             _thread.products.clear()
         product = _Product(_layout_of(a), _layout_of(b), alignment, bias is not None, tf32)
         _thread.products[key] = product
-    product(*addresses, 0 if bias is None else bias.data_ptr(), adds, device)
+    product(*addresses, 0 if bias is None else bias.data_ptr(), accumulate, device)
     return out
 
 
-def _laid_out(x: Tensor) -> Tensor:
-    """The matrix, or a copy of one of which neither rows nor columns are contiguous."""
+def _with_contiguous_dim(x: Tensor) -> Tensor:
+    """The matrix itself, or a contiguous copy if neither its rows nor its columns are contiguous."""
     return x.clone(memory_format=torch.contiguous_format) if _contiguous_dim(x) is None else x
 
 
@@ -213,8 +212,8 @@ def _layout_of(x: Tensor) -> _Layout:
 
 
 def _contiguous_dim(x: Tensor) -> int | None:
-    """Along which dimension the matrix is contiguous, and its lines do not overlap."""
-    (rows, columns), (of_row, of_column) = x.shape, x.stride()
-    if of_column == 1 and of_row >= columns:
+    """The dimension along which a matrix is contiguous, if its rows (or columns) do not overlap; else None."""
+    (rows, columns), (row_stride, column_stride) = x.shape, x.stride()
+    if column_stride == 1 and row_stride >= columns:
         return 1
-    return 0 if of_row == 1 and of_column >= rows else None
+    return 0 if row_stride == 1 and column_stride >= rows else None

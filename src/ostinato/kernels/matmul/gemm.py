@@ -1,6 +1,6 @@
-"""The GEMM before every layer, and those of its gradients: the fastest of torch's implementations.
+"""The GEMM of every layer's inputs, and those of its backward pass, by the fastest of torch's implementations.
 
-``tf32`` says whether float32 may be rounded to tf32 on a GPU; if it is None, torch's switch for products does.
+``tf32`` says whether float32 may be rounded to tf32 on a GPU; if it is None, torch's setting for matrix products does.
 """
 
 import functools
@@ -16,61 +16,61 @@ from ostinato.kernels.matmul import convolution, cublas
 from ostinato.kernels.matmul.precision import products_allow_tf32
 from ostinato.kernels.operators.eager import is_eager
 
-LONG, WIDE = 8192, 1024  # rows and width from which a transposition pays off
-TILE = 128, 32  # rows and columns that a block transposes
-LINE = 16  # bytes, at multiples of which rows begin that GPUs multiply at full speed
-LARGE = 2**34  # multiply-adds, from which copies pay off whose rows do, for the host too, which has to launch them
+LONG, WIDE = 8192, 1024  # rows and width from which on a transposition pays off
+TILE = 128, 32  # rows and columns that a thread block transposes
+ALIGNMENT = 16  # bytes to which the rows of operands must be aligned for GEMMs to run at full speed on a GPU
+LARGE = 2**34  # multiply-adds from which on copies with aligned rows pay off, even for the host, which launches them
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tf32: bool | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)``; eager calls choose the fastest implementation.  With `tf32`, no gradients."""
+    """``F.linear(x, weight, bias)``; eager calls use the fastest implementation.  With `tf32`, not differentiable."""
     if x.dim() == 2 and not torch.compiler.is_compiling() and x.shape[0] < convolution.LEAST_ROWS:
-        return _linear(x, weight, bias, tf32)  # before the checks for what pays off with more rows
+        return _linear(x, weight, bias, tf32)  # saves the checks: nothing else pays off with so few rows
     if x.is_cpu:
         if is_eager([x, weight]):
             return _linear_cpu(x, weight, bias)
     elif _is_faster_padded(x, weight, weight.shape[0], tf32):
-        rows, columns = (_missing(x, size) for size in weight.shape)
+        rows, columns = (_padding(x, size) for size in weight.shape)
         bias = None if bias is None else F.pad(bias, (0, rows))
         padded = F.pad(x, (0, columns)), F.pad(weight, (0, columns, 0, rows)), bias
-        return _first(linear(*padded, tf32), weight.shape[0])
-    elif tf32 is None and _is_trained(weight) and _is_faster_transposed(x, weight, weight.shape[0]):
+        return _first_columns(linear(*padded, tf32), weight.shape[0])
+    elif tf32 is None and _needs_gradient(weight) and _is_faster_transposed(x, weight, weight.shape[0]):
         return _Transposing.apply(x, weight, bias)
     return _linear(x, weight, bias, tf32)
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tf32: bool) -> Tensor:
-    """:func:`linear` of (rows, channels), written to `out`."""
-    if _is_cublas(x, weight, tf32):
+    """:func:`linear` for x of (rows, channels), written to `out`."""
+    if _needs_cublas(x, weight, tf32):
         return cublas.multiply(x, weight.T, bias, out, tf32=tf32)
     if _is_faster_padded(x, weight, weight.shape[0], tf32):
         return out.copy_(linear(x, weight, bias, tf32))
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 
-def _is_trained(weight: Tensor) -> bool:
+def _needs_gradient(weight: Tensor) -> bool:
     return torch.is_grad_enabled() and weight.requires_grad
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, tf32: bool | None) -> Tensor:
-    if tf32 is not None and _is_cublas(x, weight, tf32):
+    if tf32 is not None and _needs_cublas(x, weight, tf32):
         return cublas.multiply(x, weight.T, bias, tf32=tf32)
     return F.linear(x, weight, bias)
 
 
 def _matmul(a: Tensor, b: Tensor, tf32: bool | None) -> Tensor:
-    if tf32 is not None and _is_cublas(a, b, tf32):
+    if tf32 is not None and _needs_cublas(a, b, tf32):
         return cublas.multiply(a, b, tf32=tf32)
     return a @ b
 
 
-def _is_cublas(a: Tensor, b: Tensor, tf32: bool) -> bool:
-    """Whether torch's product would round, and this must not, or the other way."""
+def _needs_cublas(a: Tensor, b: Tensor, tf32: bool) -> bool:
+    """Whether torch would round to tf32 where `tf32` forbids it, or the other way round."""
     return a.is_cuda and a.dtype == torch.float32 and tf32 != products_allow_tf32() and is_eager([a, b])
 
 
 class _Transposing(torch.autograd.Function):
-    """:func:`linear` in tf32; operands of the gradients' GEMMs are transposed to the layout that the hardware takes."""
+    """:func:`linear` in tf32; its backward pass transposes operands of GEMMs to the layout that the hardware takes."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")
@@ -85,10 +85,10 @@ class _Transposing(torch.autograd.Function):
 
 
 class _Convolved(torch.autograd.Function):
-    """:func:`linear` of (rows, channels) by convolutions, without their gradients.
+    """:func:`linear` of (rows, channels) by convolutions, with a backward pass of its own instead of theirs.
 
-    Parts have none, where the number of rows is not round.  That of a bias oneDNN sums row after row, so that its error
-    grows with their number.
+    The convolutions of parts, where the number of rows is not round, are not differentiable.  And oneDNN sums the
+    gradient of a bias row by row, so that its error grows with the number of rows.
     """
 
     @staticmethod
@@ -105,23 +105,22 @@ class _Convolved(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
-    rows = grad.reshape(-1, grad.shape[-1])  # is_grads_batched cannot flatten
+    (x, weight), (needs_x, needs_weight, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
+    rows = grad.reshape(-1, grad.shape[-1])  # flatten does not work with is_grads_batched
     return (
-        gradient_of_input(grad, weight) if of_x else None,
-        gradient_of_weight(rows, x.flatten(0, -2)) if of_weight else None,
-        rows.sum(0) if of_bias else None,
+        gradient_of_input(grad, weight) if needs_x else None,
+        gradient_of_weight(rows, x.flatten(0, -2)) if needs_weight else None,
+        rows.sum(0) if needs_bias else None,
     )
 
 
 def _is_faster_padded(x: Tensor, other: Tensor, width: int, tf32: bool | None) -> bool:
-    """Whether copies pay off, in an eager call on a GPU, whose rows begin at multiples of 16 bytes.
+    """Whether an eager product of x, (rows, channels), on a GPU, with `width` columns, pays for padding its operands.
 
-    Of others, (rows, channels) and `width` columns, cuBLAS's products take three to five times as long.
+    cuBLAS takes three to five times as long where rows are not aligned to 16 bytes.
     """
-    missing = _missing(x, x.shape[-1]) or _missing(x, width)
     return (
-        missing > 0
+        (_padding(x, x.shape[-1]) > 0 or _padding(x, width) > 0)
         and x.is_cuda
         and x.numel() * width >= LARGE
         and not torch.compiler.is_compiling()
@@ -131,27 +130,26 @@ def _is_faster_padded(x: Tensor, other: Tensor, width: int, tf32: bool | None) -
     )
 
 
-def _missing(x: Tensor, size: int) -> int:
-    """Elements of x's dtype from a size to the next multiple of 16 bytes."""
-    return -size % (LINE // x.itemsize)
+def _padding(x: Tensor, size: int) -> int:
+    """How many elements of x's dtype pad `size` elements to a multiple of 16 bytes."""
+    return -size % (ALIGNMENT // x.itemsize)
 
 
 def _padded(x: Tensor) -> Tensor:
-    """x, or a copy with zeros, in which all rows begin at multiples of 16 bytes."""
-    begin_there = x.data_ptr() % LINE == 0 and not any(_missing(x, stride) for stride in x.stride()[:-1])
-    return x if begin_there else F.pad(x, (0, _missing(x, x.shape[-1])))
+    """x if all its rows are aligned to 16 bytes, else a copy whose rows are, padded with zeros."""
+    is_aligned = x.data_ptr() % ALIGNMENT == 0 and not any(_padding(x, stride) for stride in x.stride()[:-1])
+    return x if is_aligned else F.pad(x, (0, _padding(x, x.shape[-1])))
 
 
-def _first(x: Tensor, columns: int) -> Tensor:
-    """The first columns of (..., columns)."""
+def _first_columns(x: Tensor, columns: int) -> Tensor:
     return x if x.shape[-1] == columns else x[..., :columns].contiguous()
 
 
 def _is_faster_transposed(x: Tensor, other: Tensor, width: int, tf32: bool | None = None) -> bool:
-    """Whether transposing pays off in the GEMM for the gradient of a weight of that width, in an eager call.
+    """Whether transposing pays off in the GEMM of the gradient of a weight of that width, in an eager call.
 
-    Hopper's tensor cores take tf32 operands only if K-major (contiguous along the summed dimension).  cuBLAS's kernels
-    for two operands in the other layout reach half of the speed.
+    Hopper's tensor cores take tf32 operands only if they are K-major (contiguous along the summed dimension).  cuBLAS's
+    kernels for two operands in the other layout reach half of the speed.
     """
     return (
         not torch.compiler.is_compiling()
@@ -172,9 +170,9 @@ def _can_transpose(device: int) -> bool:
 
 
 def transposed(x: Tensor, zeroed: Tensor | None = None) -> Tensor:
-    """``x.T.contiguous()`` of float32 on a GPU, at the memory's speed; PyTorch's copy takes three times as long.
+    """``x.T.contiguous()`` of float32 on a GPU at memory bandwidth; PyTorch's copy takes three times as long.
 
-    Rows of x where `zeroed`, a bool tensor, count as zeros.
+    Rows of x where the bool tensor `zeroed` is true count as zeros.
     """
     x = x.contiguous()
     rows, columns = x.shape
@@ -189,55 +187,55 @@ def transposed(x: Tensor, zeroed: Tensor | None = None) -> Tensor:
 
 
 def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear(x, weight, bias)`` and its gradients, as a convolution where that is faster."""
+    """Differentiable ``F.linear(x, weight, bias)``, as a convolution where that is faster."""
     if x.dtype != weight.dtype or not convolution.is_faster(x, weight.shape[0]):
         return F.linear(x, weight, bias)
     rows = x.flatten(0, -2)
-    sums = len(rows) > convolution.WHOLE_ROWS and bias is not None and bias.requires_grad and torch.is_grad_enabled()
-    product = convolution.product if convolution.is_round(len(rows)) and not sums else _Convolved.apply
+    sums_bias = len(rows) > convolution.WHOLE_ROWS and bias is not None and _needs_gradient(bias)
+    product = convolution.product if convolution.is_round(len(rows)) and not sums_bias else _Convolved.apply
     return product(rows, weight, bias).view(*x.shape[:-1], -1)
 
 
 def gradient_of_input(grad: Tensor, weight: Tensor, tf32: bool | None = None) -> Tensor:
-    """``grad @ weight`` of (..., width) and (width, channels), the input's gradient of :func:`linear`, and as fast."""
+    """The gradient of the input of :func:`linear`: ``grad @ weight``, (..., width) times (width, channels)."""
     if grad.is_cpu:
         return linear(grad, weight.T)
     channels = weight.shape[1]
     if not torch.is_grad_enabled():
         if _is_faster_padded(grad, weight, channels, tf32):
             grad = _padded(grad)
-            weight = F.pad(weight, (0, _missing(weight, channels), 0, grad.shape[-1] - len(weight)))
+            weight = F.pad(weight, (0, _padding(weight, channels), 0, grad.shape[-1] - len(weight)))
         if _is_faster_transposed(grad, weight, weight.shape[0], tf32):
             weight = transposed(weight).T
-    return _first(_matmul(grad, weight, tf32), channels)
+    return _first_columns(_matmul(grad, weight, tf32), channels)
 
 
 def transposes(grad: Tensor, x: Tensor, tf32: bool | None) -> bool:
-    """Whether :func:`gradient_of_weight` transposes x, and so leaves out rows of it without another copy."""
-    is_alone = grad.dtype == x.dtype and not torch.is_grad_enabled()
-    return is_alone and _is_faster_transposed(x, grad, grad.shape[1], tf32)
+    """Whether :func:`gradient_of_weight` transposes x, and so zeroes rows of it without a copy for that alone."""
+    is_transposable = grad.dtype == x.dtype and not torch.is_grad_enabled()
+    return is_transposable and _is_faster_transposed(x, grad, grad.shape[1], tf32)
 
 
 def gradient_of_weight(grad: Tensor, x: Tensor, zeroed: Tensor | None = None, tf32: bool | None = None) -> Tensor:
-    """``grad.T @ x`` of (rows, width) and (rows, channels), the weight's gradient of :func:`linear`, and as fast.
+    """The gradient of the weight of :func:`linear`: ``grad.T @ x``, where grad is (rows, width), x (rows, channels).
 
-    Rows of x where `zeroed`, a bool tensor, count as zeros.
+    Rows of x where the bool tensor `zeroed` is true count as zeros.
     """
     width, channels = grad.shape[1], x.shape[1]
     if not torch.is_grad_enabled() and _is_faster_padded(x, grad, width, tf32):
         grad, x = _padded(grad), _padded(x)
     if transposes(grad, x, tf32):
-        return _first(_matmul(grad.T, transposed(x, zeroed).T, tf32)[:width], channels)
+        return _first_columns(_matmul(grad.T, transposed(x, zeroed).T, tf32)[:width], channels)
     if zeroed is not None:
         x = torch.where(zeroed[:, None], 0.0, x)
-    own = x.is_cpu and grad.dtype == x.dtype and is_eager([grad, x])
-    if own and convolution.is_faster(x, width):
+    is_eager_on_cpu = x.is_cpu and grad.dtype == x.dtype and is_eager([grad, x])
+    if is_eager_on_cpu and convolution.is_faster(x, width):
         return convolution.gradient_of_weight(grad, x)
-    return _first(_matmul(grad.T, x, tf32)[:width], channels)
+    return _first_columns(_matmul(grad.T, x, tf32)[:width], channels)
 
 
 def add_product(onto: Tensor, a: Tensor, b: Tensor, tf32: bool | None) -> Tensor:
-    """``onto.addmm_(a, b)`` of a contiguous matrix."""
-    if tf32 is not None and _is_cublas(a, b, tf32):
-        return cublas.multiply(a, b, out=onto, adds=True, tf32=tf32)
+    """``onto.addmm_(a, b)`` for a contiguous matrix `onto`."""
+    if tf32 is not None and _needs_cublas(a, b, tf32):
+        return cublas.multiply(a, b, out=onto, accumulate=True, tf32=tf32)
     return onto.addmm_(a, b)

@@ -1,26 +1,26 @@
-// Several small products of matrices in one launch: out = a @ b + bias, where a @ b may be the sum of two products,
-// or, without a, the sum of b's rows.
+// Grouped GEMM: several small matrix products in one launch.  A product is out = a @ b + bias, where a @ b may be the
+// sum of two such products, or, without a, the sum of b's rows.
 //
-// A warp computes a tile of one of them, alone or with others: all of its block, or of its cluster.  Those share the
-// summed dimension (split-K), a slab each in turn, and their parts are added up at the end, always in the same order.
-// On tensor cores numbers of 16 bits are tf32 exactly.
+// A warp computes a tile of a product, alone or together with all warps of its block or of its cluster.  These split
+// the summed dimension (split-K), taking slabs of it in turn, and add up their partial sums at the end in a fixed
+// order.  Tensor cores multiply 16-bit numbers as tf32, which represents them exactly.
 
-constexpr int VECTOR = 4, VECTORS = SLAB / VECTOR;  // numbers that a lane loads together, and how often of a slab
+constexpr int VECTOR = 4, VECTORS = SLAB / VECTOR;  // elements of a vector load; a lane's vectors of a slab
 static_assert(TILE == 32, "a warp's lanes divide the slabs of such tiles");
 
 struct Factor {
-    long long begin;  // its first element
-    int tensor;       // which one, or -1
-    int across;       // elements from a row of a, or a column of b, to the next
-    int along;        // elements along the summed dimension
+    long long begin;  // the offset of its first element
+    int tensor;       // the tensor's index, or -1
+    int across;       // the stride of a's rows, or of b's columns
+    int along;        // the stride of the summed dimension
     int padding;
 };
 
 struct Product {
     Factor a[2], b[2];
-    long long begin;  // the element of out where it begins
+    long long begin;  // the offset of its first element in out
     int summed[2], out, bias, rows, columns;
-    int blocks, sharers;  // how many, and how many warps share a tile: 1, or all of a block, or of a cluster
+    int blocks, sharers;  // how many blocks it has, and warps that share a tile: 1, or all of a block, or of a cluster
 };
 
 struct Arguments {
@@ -28,8 +28,9 @@ struct Arguments {
     Product products[PRODUCTS];
 };
 
-// A slab in shared memory: SLAB places of the summed dimension of TILE rows, or columns.  Eights of rows change places,
-// so that neither stores nor loads, along either dimension, meet in a bank.
+// A slab in shared memory: SLAB places (positions along the summed dimension) of TILE rows of a, or columns of b, which
+// are called rows below, too.  Groups of eight rows are swizzled, so that neither stores nor loads along either
+// dimension have bank conflicts.
 struct Slab {
     float numbers[SLAB * TILE];
 
@@ -38,9 +39,10 @@ struct Slab {
     }
 };
 
-// Where a lane's single numbers are in a slab.  The first is at row lane / 4 and place `places * (lane % 4)`, the
-// others a multiple of eight rows and some places further, in whose number no bit is set that the first's place has.
-// All are one of four offsets and a constant, which the compiler does not find by itself.
+// The offsets in a slab of the single elements that a lane accesses.  The first is at row lane / 4 and place `places *
+// (lane % 4)`; the others are a multiple of eight rows and a number of places further, and that number has no bit in
+// common with the first's place.  So each offset is one of four plus a constant, which the compiler does not find by
+// itself.
 struct Offsets {
     int of[4];
 
@@ -55,20 +57,21 @@ struct Offsets {
     }
 };
 
-// A warp's slabs of a factor, one after the other: how a lane loads its vectors of the next one, and stores them.
+// An iterator over a warp's slabs of a factor: a lane loads its vectors of the next slab into registers, then stores
+// them to shared memory.
 class Slabs {
-    const Scalar* from;       // its first vector
-    long long step, skip;     // elements to its other vectors, and to its first one of its next slab
-    int stride;               // places to that
-    int size, row;            // how many rows, or columns, there are, and which is its first vector's
-    int summed, place;        // the same of the summed dimension
-    bool along;               // whether neighbours in memory are so along the summed dimension
-    bool aligned;             // whether vectors are; then all of a vector's numbers exist, or none
-    // As they are in memory: conversions would wait for it.
+    const Scalar* from;       // this lane's first vector of the next slab
+    long long step, skip;     // elements to its other vectors of the slab, and to its first one of the slab after it
+    int stride;               // places from a slab to the one after it
+    int size, row;            // the number of rows, and the row of this lane's first vector
+    int summed, place;        // the size of the summed dimension, and the place of this lane's first vector
+    bool along;               // whether the summed dimension is the contiguous one
+    bool aligned;             // whether vectors are aligned; then either all elements of a vector exist or none
+    // The loaded bits as they are in memory: converting them at once would wait for the loads.
     unsigned words[VECTORS][VECTOR * sizeof(Scalar) / sizeof(unsigned)];
 
   public:
-    // From a row, or column, on, of `size`; from place `k` on, of `summed`, every `stride`.
+    // Begins at row `begin` of `size` and place `k` of `summed`; slabs are `stride` places apart.
     __device__ Slabs(const Arguments& p, const Factor& factor, int begin, int size, int k, int summed, int stride)
         : stride(stride), size(size), summed(summed), along(factor.along == 1) {
         const int lane = threadIdx.x % 32;
@@ -84,7 +87,7 @@ class Slabs {
 
     __device__ void load() {
         if (aligned) {
-            // Of the vectors, which are apart along one dimension, those exist that are within both.
+            // This lane's vectors differ in one dimension only; a vector exists if it is within the bounds of both.
             const int first = along ? row : place, end = along ? size : summed, apart = along ? 32 / VECTORS : VECTORS;
             const bool within = along ? place < summed : row < size;
 #pragma unroll
@@ -114,7 +117,7 @@ class Slabs {
     }
 
   private:
-    // Zeros where none is.
+    // Loads a vector, or zeros if it is outside.
     __device__ void load_vector(int i, bool inside) {
         const Scalar* at = from + i * step;
         if constexpr (NARROW_SCALAR) {
@@ -126,7 +129,7 @@ class Slabs {
         }
     }
 
-    // One by one.
+    // Loads the elements of a vector one by one.
     __device__ void load_numbers(int i) {
         const Scalar* at = from + i * step;
 #pragma unroll
@@ -155,7 +158,7 @@ class Slabs {
     }
 };
 
-// A lane's part of a tile's sums.
+// A lane's part of the sums of a tile, computed by fused multiply-adds, or by tensor cores.
 struct FmaSums {
     static constexpr int ROWS = 8, COLUMNS = 4;
     float sum[ROWS][COLUMNS] = {};
@@ -231,7 +234,7 @@ struct MmaSums {
 template <bool> struct SumsOf { using type = FmaSums; };
 template <> struct SumsOf<true> { using type = MmaSums; };
 
-// The sums of rows of float32, of a tile's columns.
+// Sums the float32 rows of b for the columns of a tile.
 __device__ inline void add_rows(const Arguments& p, const Product& q, int column) {
     const Factor& factor = q.b[0];
     const int c = column + threadIdx.x % 32;
@@ -240,7 +243,7 @@ __device__ inline void add_rows(const Arguments& p, const Product& q, int column
     if (threadIdx.x < 32 && c < q.columns) reinterpret_cast<Scalar*>(p.tensors[q.out])[q.begin + c] = Scalar(sum);
 }
 
-// Where a lane writes its column of a tile, with the bias added.
+// A lane's column of a tile of the result, to which it writes sums with the bias added.
 class Column {
     Scalar* first;
     float bias = 0;
@@ -264,7 +267,7 @@ class Column {
 #if CLUSTER > 1
 #define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
 
-// What another block of the cluster has where this one has a number.
+// Reads from the shared memory of another block of the cluster, where this block has `own`.
 __device__ inline float of_block(int rank, const float& own) {
     float number;
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(number) : "r"(shared_address(&own, rank)) : "memory");
@@ -274,10 +277,10 @@ __device__ inline float of_block(int rank, const float& own) {
 #define IN_CLUSTERS
 #endif
 
-// A warp's parts of a tile, or of its sums, are where its slabs were.
+// The warps' partial sums of their tiles, in the shared memory of their slabs.
 using Parts = float[WARPS][TILE * TILE];
 
-// Adds up what the warps of a block have, and of a cluster if they share the tile, and writes it.
+// Adds up the partial sums of the warps that share a tile, a block's or a cluster's, and writes the result.
 __device__ inline void write_shared(const Column& out, Parts& parts, bool clustered) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __syncthreads();
@@ -298,7 +301,7 @@ __device__ inline void write_shared(const Column& out, Parts& parts, bool cluste
         for (int rank = 0; rank < CLUSTER; ++rank) sum += of_block(rank, parts[0][row * TILE + lane]);
         out.write(row, sum);
     }
-    sync_cluster();  // no block ends while others read what it has
+    sync_cluster();  // a block must not exit while others read its shared memory
 #endif
 }
 
@@ -331,7 +334,7 @@ products(const __grid_constant__ Arguments p) {
                 of_b.store(b, of_vectors);
                 __syncwarp();
             }
-            if (k < summed) {  // loaded while the slab before is multiplied
+            if (k < summed) {  // these loads overlap the multiplication of the slab before
                 of_a.load();
                 of_b.load();
             }

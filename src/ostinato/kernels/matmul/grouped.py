@@ -1,6 +1,6 @@
-"""Several small products of matrices in one launch on an NVIDIA GPU, by ``grouped.cu``.
+"""Grouped GEMM: several small matrix products in one launch on an NVIDIA GPU, by ``grouped.cu``.
 
-The host takes longer to launch a kernel of cuBLAS for each than the GPU to compute all.
+Launching a cuBLAS kernel for each would take the host longer than computing all of them takes the GPU.
 """
 
 import itertools
@@ -13,23 +13,24 @@ from torch import Tensor
 
 from ostinato.kernels.cuda import nvrtc
 
-TILE, SLAB = 32, 16  # rows and columns that a warp computes, alone or with others; what it sums at once
-WARPS, BLOCKS = 8, 2  # of a block; at once on a multiprocessor
-CLUSTER = 8  # blocks, where GPUs have clusters: from compute capability 9.0 on
-ADDING = {1: 3.0, WARPS: 2.0, WARPS * CLUSTER: 4.0}  # what a tile takes beside its slabs, in their time, by its warps
-FULL = 2.0  # times as long takes a slab on a multiprocessor that has no room for more
-WAITING = 0.25  # of the work of all, for which the last ones wait
+TILE, SLAB = 32, 16  # rows and columns of a tile of the result; elements of the summed dimension in a slab
+WARPS, BLOCKS = 8, 2  # warps of a block; blocks resident on a multiprocessor
+CLUSTER = 8  # blocks of a cluster, where the GPU has clusters: from compute capability 9.0 on
+# The model of the time that products take, in units of the time of a slab:
+ADDING = {1: 3.0, WARPS: 2.0, WARPS * CLUSTER: 4.0}  # a tile's overhead, by the number of warps that share it
+FULL = 2.0  # the slowdown of a slab on a multiprocessor with as many warps as it holds
+WAITING = 0.25  # the fraction of the total work for which the last tiles wait
 _TENSORS, _PRODUCTS = 22, 14  # at most
 _ADDRESSES, _PRODUCT = struct.Struct(f"{_TENSORS}Q"), struct.Struct(4 * "q3i4x" + "q8i")
 
 
 class Factor(NamedTuple):
-    """A matrix, or a part of one, in memory."""
+    """A matrix, or a part of one, in the memory of a tensor."""
 
-    tensor: int  # which of those given
-    across: int  # elements from a row of the first factor, or a column of the second, to the next
-    along: int  # the same along the summed dimension
-    begin: int = 0  # its first element
+    tensor: int  # the tensor's index among those that Products is called with
+    across: int  # the stride of the rows of the first factor, or of the columns of the second
+    along: int  # the stride of the summed dimension
+    begin: int = 0  # the offset of its first element in the tensor
 
 
 NOTHING = Factor(-1, 0, 0)
@@ -38,15 +39,15 @@ NOTHING = Factor(-1, 0, 0)
 class Product(NamedTuple):
     """``out = a @ b + bias``, where ``a @ b`` may be the sum of two such products.
 
-    Where a is NOTHING, it is the sum of the rows of b, which is of float32 whatever the other tensors are.
+    If a is NOTHING, the product is the sum of the rows of b, which is in float32 whatever the other tensors are.
     """
 
     pairs: Sequence[tuple[Factor, Factor, int]]  # a, b and the size of the summed dimension
     rows: int
     columns: int
-    out: int  # which tensor
-    begin: int = 0  # the element of it where the product begins, whose rows are contiguous
-    bias: int | None = None  # which tensor, of a number for each column
+    out: int  # the tensor's index
+    begin: int = 0  # the offset of the product's first element in `out`; its rows follow one another without a gap
+    bias: int | None = None  # the index of a tensor with one number for each column
 
     @property
     def tiles(self) -> int:
@@ -61,10 +62,11 @@ class Product(NamedTuple):
         return self.pairs[0][0] is NOTHING
 
     def blocks(self, sharers: int, cluster: int) -> int:
-        """In whole clusters, if so many warps share a tile."""
+        """How many blocks compute it, in whole clusters, if `sharers` warps share each tile."""
         return -(-self.tiles * sharers // (WARPS * cluster)) * cluster
 
     def packed(self, sharers: int, cluster: int) -> bytes:
+        """The struct ``Product`` of ``grouped.cu``."""
         firsts, seconds, sizes = zip(*self.pairs, *[(NOTHING, NOTHING, 0)] * (2 - len(self.pairs)), strict=True)
         bias = -1 if self.bias is None else self.bias
         factors = [x for tensor, across, along, begin in (*firsts, *seconds) for x in (begin, tensor, across, along)]
@@ -73,24 +75,24 @@ class Product(NamedTuple):
 
 
 class Products:
-    """Prepared products of tensors of a dtype, float32 or of 16 bits, on a GPU; called with the tensors.
+    """Prepared products of tensors of one dtype, float32 or a 16-bit one, on a GPU; called with the tensors.
 
-    They come in groups, each of which is computed as it would be alone, to the same bits.  ``tf32`` says whether
-    float32 may be rounded to tf32.
+    The results of each group are bitwise those that it would have alone.  ``tf32`` says whether float32 may be rounded
+    to tf32.
     """
 
     def __init__(self, groups: Sequence[Sequence[Product]], dtype: torch.dtype, tf32: bool, device: int) -> None:
         assert sum(map(len, groups)) <= _PRODUCTS, "the kernel's parameters have room for no more"
         cluster, processors = cluster_of(device), torch.cuda.get_device_properties(device).multi_processor_count
-        each = [pair for own in groups for pair in zip(own, sharers_of(own, cluster, processors), strict=True)]
-        each.sort(key=lambda pair: -pair[0].summed / pair[1])  # the longest sums begin first
-        packed = b"".join(product.packed(own, cluster) for product, own in each)
+        shared = [pair for group in groups for pair in zip(group, sharers_of(group, cluster, processors), strict=True)]
+        shared.sort(key=lambda pair: -pair[0].summed / pair[1])  # the longest sums begin first
+        packed = b"".join(product.packed(sharers, cluster) for product, sharers in shared)
         self._packed = packed.ljust(_PRODUCTS * _PRODUCT.size, b"\0")
-        self._blocks = sum(product.blocks(own, cluster) for product, own in each)
+        self._blocks = sum(product.blocks(sharers, cluster) for product, sharers in shared)
         self._kernel, self._device = nvrtc.load_kernel("products", *source(dtype, tf32, cluster), device), device
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        """Compute them; None for tensors that none of them has."""
+        """Compute all products; a tensor that none of them uses may be None."""
         addresses = [nvrtc.address(x) for x in tensors] + [0] * (_TENSORS - len(tensors))
         parameters = _ADDRESSES.pack(*addresses) + self._packed
         if self._blocks:
@@ -98,40 +100,40 @@ class Products:
 
 
 def cluster_of(device: int) -> int:
-    """Blocks of a cluster."""
+    """The number of blocks of a cluster: 1 where the GPU has no clusters."""
     return CLUSTER if torch.cuda.get_device_properties(device).major >= 9 else 1
 
 
 def sharers_of(products: Sequence[Product], cluster: int, processors: int) -> list[int]:
-    """How many warps share a tile of each: one, a block's or a cluster's, with which all are estimated to end first.
+    """How many warps share a tile of each product (one, a block's or a cluster's), so that all end soonest.
 
-    That is when the one of the longest sums ends, or when the GPU's warps have done all work.  Sums of about the same
-    length are shared by the same number.
+    The time is estimated as that of the longest sum, or as that of all work spread over the GPU's warps if that is
+    more.  Products whose sums are about equally long have the same number of sharers.
     """
-    at_once = WARPS * BLOCKS * processors
+    resident_warps = WARPS * BLOCKS * processors
     slabs = [0 if product.adds_rows else -(-product.summed // SLAB) for product in products]
     lengths = sorted({size.bit_length() for size in slabs if size})
 
-    def ends(chosen: dict[int, int]) -> float:
+    def time(chosen: dict[int, int]) -> float:
         longest = work = 0.0
         for product, size in zip(products, slabs, strict=True):
             if size:
-                own = chosen[size.bit_length()]
-                each = -(-size // own)
-                longest = max(longest, each + ADDING[own])
-                work += product.tiles * own / at_once * (FULL * each + ADDING[own])
+                sharers = chosen[size.bit_length()]
+                of_warp = -(-size // sharers)
+                longest = max(longest, of_warp + ADDING[sharers])
+                work += product.tiles * sharers / resident_warps * (FULL * of_warp + ADDING[sharers])
         return max(longest, work) + WAITING * work
 
     choices = itertools.product(dict.fromkeys((WARPS, 1, WARPS * cluster)), repeat=len(lengths))
-    best = min((dict(zip(lengths, chosen, strict=True)) for chosen in choices), key=ends)
+    best = min((dict(zip(lengths, chosen, strict=True)) for chosen in choices), key=time)
     return [best[size.bit_length()] if size else WARPS for size in slabs]
 
 
 def source(dtype: torch.dtype, tf32: bool, cluster: int) -> tuple[str, nvrtc.Macros]:
-    """CUDA C++ and its preprocessor definitions."""
+    """The CUDA C++ of the kernel, and its preprocessor definitions."""
     narrow = dtype.itemsize == 2
     sizes = ("TILE", TILE), ("SLAB", SLAB), ("WARPS", WARPS), ("BLOCKS", BLOCKS), ("CLUSTER", cluster)
-    room = ("TENSORS", _TENSORS), ("PRODUCTS", _PRODUCTS)
+    capacity = ("TENSORS", _TENSORS), ("PRODUCTS", _PRODUCTS)
     scalar = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 2 if narrow else 1), ("TENSOR_CORES", int(tf32 or narrow))
     files = "cuda/numeric.cuh", "cuda/barriers.cuh", "cuda/row_sums.cuh", "matmul/grouped.cu"
-    return nvrtc.source(*files), (*scalar, *sizes, *room)
+    return nvrtc.source(*files), (*scalar, *sizes, *capacity)

@@ -1,5 +1,5 @@
-// y[c][r] = x[r][c] of float32, 0 for the rows that are zeroed: a block transposes a tile, ROWS by COLUMNS, through
-// shared memory, so that loads and stores are coalesced.
+// Transposes a float32 matrix: y[c][r] = x[r][c], or 0 for the rows that are zeroed.  A block transposes a tile of ROWS
+// by COLUMNS through shared memory, so that both loads and stores are coalesced.
 
 constexpr int WARPS = 8;
 
