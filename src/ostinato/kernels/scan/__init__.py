@@ -1,17 +1,17 @@
-"""The backends of the scan, their interface, and how one is chosen.
+"""The backends of the scans, their common interface, and how one is chosen.
 
 =============  =============================================================
 ``reference``  the float64 recurrence, one step at a time, on any device
 ``torch``      chunked scans in PyTorch operations, on any device
 ``cpu``        Numba, for CPU tensors
 ``cuda``       CUDA C++ compiled at run time, for NVIDIA GPUs
-``auto``       the last two where they can run, ``torch`` elsewhere
+``auto``       ``cpu`` or ``cuda`` where they can run, ``torch`` elsewhere
 ``loop``       for exported programs: PyTorch's ``scan``, one step at a time
 =============  =============================================================
 
-Their definition is ``reference.py``.  ``torch_ops.py`` makes the backends of PyTorch operations; the CPU's loops are in
-``cpu_loops.py`` and, of few channels, in ``cpu_narrow.py``.  ``operators.py`` makes what all of them compute
-differentiable.
+``reference.py`` defines what they compute.  ``torch_ops.py`` has the backends that consist of PyTorch operations.
+``cpu.py`` calls the loops in ``cpu_loops.py`` and, for few channels, in ``cpu_narrow.py``; ``cuda/`` has the kernels.
+``operators.py`` makes the scans differentiable operators.
 """
 
 import functools
@@ -25,12 +25,12 @@ BACKENDS = ("auto", "reference", "torch", "cpu", "cuda")
 
 
 class Order(NamedTuple):
-    """How the steps of a scan follow one another.
+    """Where the sequences of a scan begin and end, and the direction of time.
 
     Attributes:
-        cu_seqlens: bounds, (N+1,), of sequences that are concatenated in a batch of one.
-        resets: bool, (B, T), True where, in scan order, the state is zero before the step.
-        reverse: from the last step to the first.
+        cu_seqlens: bounds, (N+1,), of packed sequences, which are concatenated in a batch of one.
+        resets: bool, (B, T), True where the state before the step, in scan order, is zero.
+        reverse: whether the scan runs from the last step to the first.
     """
 
     cu_seqlens: Tensor | None = None
@@ -42,7 +42,7 @@ class Order(NamedTuple):
         return self.cu_seqlens is None and self.resets is None
 
     def sequences(self, x: Tensor) -> int:
-        """How many there are in (B, T, D)."""
+        """The number of sequences in x, (B, T, D)."""
         return x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
 
@@ -50,7 +50,7 @@ _PLAIN = Order(), Order(reverse=True)
 
 
 def order_of(cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool) -> Order:
-    """An order of these parts; plain ones, as of most calls, are made only once."""
+    """``Order(cu_seqlens, resets, reverse)``; the plain ones, which most calls have, are created only once."""
     return _PLAIN[reverse] if cu_seqlens is None and resets is None else Order(cu_seqlens, resets, reverse)
 
 
@@ -64,28 +64,28 @@ class Backend(Protocol):
     """
 
     def states_like(self, x: Tensor, order: Order) -> Tensor:
-        """An empty tensor of the shape and dtype of x, (B, T, D), with the strides of the states of a scan over it."""
+        """An empty tensor like x, (B, T, D), with the strides that the states of a scan over x have."""
         ...
 
     def prepare_linear_scan(self, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> Callable | None:
-        """A faster ``linear_scan`` for inputs laid out like these, in a plain order; None if there is none.
+        """A faster ``linear_scan`` for inputs of the same layouts, in a plain order; None if there is none.
 
-        It is called with the arguments of the operator, not with an order.
+        It is called with the operator's arguments, so with the parts of an order in place of an ``Order``.
         """
         ...
 
     def linear_scan(self, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
-        """``h[t] = a[t] * h[t-1] + b[t]``; returns h and the state after the last step taken."""
+        """``h[t] = a[t] * h[t-1] + b[t]``; returns h and the state after the last step in scan order."""
         ...
 
     def linear_scan_backward(
         self, a: Tensor, h: Tensor, h0: Tensor | None, grad_h: Tensor | None, grad_h_last: Tensor | None, order: Order
     ) -> Gradients:
-        """Gradients of a, b and h0 (None if h0 is)."""
+        """The gradients of a, b and h0 (None if h0 is)."""
         ...
 
     def log_linear_scan(self, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
-        """``h[t] = logaddexp(a[t] + h[t-1], b[t])``: all are logarithms."""
+        """``h[t] = logaddexp(a[t] + h[t-1], b[t])``, where a, b and h are logarithms."""
         ...
 
     def log_linear_scan_backward(
@@ -98,7 +98,7 @@ class Backend(Protocol):
         grad_h_last: Tensor | None,
         order: Order,
     ) -> Gradients:
-        """Gradients of a, b and h0 (None if h0 is)."""
+        """The gradients of a, b and h0 (None if h0 is)."""
         ...
 
 
@@ -106,7 +106,7 @@ class Backend(Protocol):
 def choose_backend(name: str, device_type: str) -> Backend:
     """The backend called `name` for tensors on a device such as "cpu" or "cuda".
 
-    Raises ValueError if there is none of that name, RuntimeError if it cannot run there.
+    Raises ValueError if no backend has that name, RuntimeError if it cannot run on that device.
     """
     from ostinato.kernels.cuda import nvrtc
 

@@ -1,4 +1,4 @@
-"""The CPU backend: tensors in and out around the loops of :mod:`~ostinato.kernels.scan.cpu_loops`."""
+"""The CPU backend: lays tensors out for the loops of ``cpu_loops.py`` and ``cpu_narrow.py``, and splits their work."""
 
 import functools
 import math
@@ -14,12 +14,12 @@ from ostinato.kernels.cpu.threads import run_loop, threads_for
 from ostinato.kernels.cpu.transpose import is_transposable, transposed
 from ostinato.kernels.scan import Gradients, Order, cpu_loops, cpu_narrow
 
-SCAN_WIDTH = 1024  # channels a task has at least: a scan moves memory, fastest in long rows
-WIDE = 32  # channels from which on each part of a step in log space takes a loop of its own
-NARROW = 3  # channels up to which a linear scan takes one after the other: more fill vector registers
-NARROW_APART = 64  # the same of tensors that are contiguous in time, which are copied otherwise
-TURNS = 16  # how many channels and sequences then take turns: a cache line of channels
-STREAMED = 32 << 20  # bytes from which on a scan's result does not stay in the caches until it is read
+SCAN_WIDTH = 1024  # the fewest channels of a task: scans are bound by memory, which is fastest in long rows
+WIDE = 32  # channels from which on each part of a log-space step has a loop of its own
+NARROW = 3  # the most channels that a linear scan processes one at a time: more fill vector registers
+NARROW_APART = 64  # the same for time-contiguous tensors, which would be copied otherwise
+TURNS = 16  # channels, of one sequence or several, that a task then interleaves: a cache line of channels
+STREAMED = 32 << 20  # bytes from which on a result bypasses the caches, which it would leave before it is read
 
 
 def states_like(x: Tensor, _order: Order) -> Tensor:
@@ -29,12 +29,12 @@ def states_like(x: Tensor, _order: Order) -> Tensor:
 def linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
     if b.shape[1] == 1 and order.is_plain and b.dtype in NUMPY_DTYPES:
         h = b.clone(memory_format=torch.contiguous_format) if h0 is None else torch.addcmul(b, a, h0[:, None])
-        return h, h[:, 0].clone()  # faster than calling a loop for one step
+        return h, h[:, 0].clone()  # for a single step, faster than calling a loop
     return _scan(False, a, b, h0, order)
 
 
 def prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> Callable:
-    """A fast path of :func:`linear_scan` for tensors laid out like these, in a plain order."""
+    """A fast path of :func:`linear_scan` for tensors of the same layouts, in a plain order."""
     if b.shape[1] == 1 and h0 is None and b.is_contiguous() and b.dtype in NUMPY_DTYPES:
         return lambda a, b, *_: (b.clone(), b.squeeze(1).clone())
     return lambda a, b, h0, *_: linear_scan(a, b, h0, order)
@@ -61,11 +61,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype is dtype else x.to(dtype)  # a call that changes nothing costs as much as a short scan
+    return x if x.dtype is dtype else x.to(dtype)  # even a `to` that changes nothing costs as much as a short scan
 
 
 def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype, with contiguous channels."""
+    """x in a dtype, with contiguous channels; copied only where necessary."""
     x = as_dtype(x, dtype)
     if x.stride(-1) == 1 or x.shape[-1] == 1:
         return x
@@ -73,14 +73,14 @@ def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def initial_state(initial: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, absent: float = 0.0) -> Tensor:
-    """What a loop's state starts from, in memory of its own."""
+    """A new contiguous tensor with the initial state of a loop, filled with `absent` if there is none."""
     if initial is None:
         return torch.full(shape, absent, dtype=dtype, device="cpu")
     return initial.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def constant(value: float, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor filled with a number: one row in memory, expanded to the shape."""
+    """A tensor filled with `value`: a single row in memory, expanded to the shape."""
     return torch.full(shape[-1:], value, dtype=dtype, device="cpu").expand(shape)
 
 
@@ -135,26 +135,26 @@ def _scan_backward(
 
 
 def _is_split(log: bool, x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether each part of a step takes a loop of its own."""
+    """Whether each part of a step has a loop of its own over the channels."""
     return log and dtype is torch.float32 and x.shape[2] >= WIDE
 
 
 def _is_narrow(order: Order, x: Tensor, y: Tensor) -> bool:
-    """Whether to take one channel after the other: few of many steps, or more where an input is contiguous in time."""
+    """Whether to process one channel at a time: few of many steps, or more where an input is time-contiguous."""
     batch, length, channels = x.shape
     if channels <= NARROW:
-        return 4 * channels * order.sequences(x) <= batch * length  # a turn of fewer costs more than it saves
+        return 4 * channels * order.sequences(x) <= batch * length  # with fewer steps, it costs more than it saves
     return channels <= NARROW_APART and (x.stride(1) == 1 < x.stride(2) or y.stride(1) == 1 < y.stride(2))
 
 
 def _run_scan(loop: Any, narrow: bool, order: Order, state: Tensor, **arrays: Tensor) -> None:
-    """Call the loop with (B, T, D) arrays, a mask (B, T), and h0, which is (N, D) like the state."""
+    """Call the loop with its arrays: those over time are (B, T, D), `h0` and `absent` (N, D) like the state."""
     a, (cu_seqlens, resets, reverse) = arrays["a"], order
     strides = tuple([x.stride() for x in arrays.values()])
-    marks = None if resets is None else resets.stride()
-    sizes = state.shape, a.shape[1], tuple(arrays), strides, marks, cu_seqlens is not None, reverse, narrow
+    mask_strides = None if resets is None else resets.stride()
+    key = state.shape, a.shape[1], tuple(arrays), strides, mask_strides, cu_seqlens is not None, reverse, narrow
     threads = threads_for(a.numel())
-    work = cpu_loops.ScanWork.from_buffer_copy(_prepared(*sizes, threads))
+    work = cpu_loops.ScanWork.from_buffer_copy(_work_without_addresses(*key, threads))
     work.state = state.data_ptr()
     for name, x in arrays.items():
         setattr(work, name, x.data_ptr())
@@ -165,26 +165,26 @@ def _run_scan(loop: Any, narrow: bool, order: Order, state: Tensor, **arrays: Te
         work.resets = resets.data_ptr()
     if a.nbytes >= STREAMED and not narrow:
         results = {name: x for name, x in arrays.items() if name in ("out", "grad_a", "grad_b")}
-        rows = {name: x.new_empty(state.shape) for name, x in results.items() if _has_whole_lines(x)}
-        if len(rows) == len(results):
-            for name, row in rows.items():
-                setattr(work, f"{name}_row", row.data_ptr())
+        buffers = {name: x.new_empty(state.shape) for name, x in results.items() if _has_whole_lines(x)}
+        if len(buffers) == len(results):
+            for name, buffer in buffers.items():
+                setattr(work, f"{name}_row", buffer.data_ptr())
     run_loop(loop, work, threads)
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepared(
+def _work_without_addresses(
     shape: torch.Size,
     length: int,
     names: tuple[str, ...],
     strides: tuple[tuple[int, ...], ...],
-    marks: tuple[int, ...] | None,
+    mask_strides: tuple[int, ...] | None,
     packed: bool,
     reverse: bool,
     narrow: bool,
     threads: int,
 ) -> cpu_loops.ScanWork:
-    """What a loop is called with but for addresses, of a state's shape and the strides of the arrays and the mask."""
+    """The argument of a loop, without addresses: `shape` is the state's, `strides` are those of the arrays `names`."""
     sequences, channels = shape
     if narrow:
         width = min(channels, TURNS)
@@ -193,12 +193,12 @@ def _prepared(
         parts = min(sequences, 4 * threads)
         blocks, width = blocks_of(channels, SCAN_WIDTH, threads, parts)
     fields = {}
-    for name, of_array in zip(names, strides, strict=True):
-        fields[f"{name}_n"] = of_array[0] if len(of_array) == 2 or not packed else 0
-        if len(of_array) == 3:
-            fields |= {f"{name}_t": of_array[1], f"{name}_d": of_array[2]}
-    if marks is not None:
-        fields |= {"resets_n": 0 if packed else marks[0], "resets_t": marks[1]}
+    for name, stride in zip(names, strides, strict=True):
+        fields[f"{name}_n"] = stride[0] if len(stride) == 2 or not packed else 0
+        if len(stride) == 3:
+            fields |= {f"{name}_t": stride[1], f"{name}_d": stride[2]}
+    if mask_strides is not None:
+        fields |= {"resets_n": 0 if packed else mask_strides[0], "resets_t": mask_strides[1]}
     return cpu_loops.ScanWork(
         tasks=parts * blocks,
         parts=parts,
@@ -212,13 +212,13 @@ def _prepared(
 
 
 def _has_whole_lines(result: Tensor) -> bool:
-    """Whether its rows consist of whole cache lines."""
+    """Whether each row of a contiguous result consists of whole cache lines."""
     return result.data_ptr() % LINE == result.shape[-1] * result.itemsize % LINE == 0
 
 
 def blocks_of(channels: int, narrowest: int, threads: int, parts: int) -> tuple[int, int]:
-    """Into how many blocks of channels to cut each of `parts`, that threads be busy to the end; and their width."""
+    """How many blocks of channels to split each of `parts` into so that all threads stay busy; and their width."""
     blocks = threads // math.gcd(parts, threads) if parts < 4 * threads else 1
     blocks = max(1, min(blocks, channels // narrowest))
-    width = max(16, -(-channels // (16 * blocks)) * 16)  # whole cache lines, so that no two threads write to one
+    width = max(16, -(-channels // (16 * blocks)) * 16)  # whole cache lines, so that no two threads write to the same
     return -(-channels // width), width

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
 """The CPU loops of the scans, compiled by Numba.
 
-The work of a loop is cut into sequences by channels.  How it is cut never changes a result: each channel of each
-sequence sees the same operations in the same order.
+A loop's work is split into tasks of some channels of some sequences.  The split never changes a result: each channel of
+each sequence sees the same operations in the same order.
 
-Time is the middle loop.  Channels are the inner one, contiguous, vectorised by LLVM.  Between two steps the
-state lives in ``state``: the initial state on entry, the last one on return; in a backward loop the gradient
-that goes back through time.
+Sequences are the outer loop, time is the middle one, and contiguous channels are the inner one, which LLVM vectorises.
+Between two steps the state is in ``state``: the initial state on entry, the last state on return.  In a backward loop,
+``state`` is the gradient that is propagated back through time.
 """
 
 import ctypes
@@ -26,9 +26,10 @@ from ostinato.kernels.cpu.intrinsics import LINE, integers, pointer_to, restrict
 
 
 class ScanWork(ctypes.Structure):
-    """What a scan's loop is called with: of each array the address, and the strides between sequences and in time.
+    """The argument of a loop: the address of each array, and its strides over sequences, time steps and channels.
 
-    If a result is to be streamed, its ``_row`` is the address of a row for each sequence, shaped as the state.
+    If a result is to bypass the caches, its ``_row`` is the address of a buffer of the state's shape, a row for each
+    sequence.
     """
 
     _fields_ = [
@@ -49,9 +50,9 @@ load, store = restricted("a", "b", "h", "before", "grad_h", "state", "grad_a", "
 
 @intrinsic
 def _stream_line(typing_context, target, to, source, at):
-    """Copy a cache line to an aligned one by non-temporal stores, which avoid reading the line first.
+    """Copy a cache line to an aligned one by non-temporal stores, which do not read the line first.
 
-    Such a store waits in a buffer, which the next atomic operation empties.
+    Such stores wait in a buffer, which the next atomic operation flushes.
     """
 
     def generate(context, builder, signature, arguments):
@@ -71,14 +72,14 @@ def _stream(target, to, source, at, count, line):
         _stream_line(target, to + j, source, at + j)
 
 
-# The loops.  dtype, log and split are constants to the compiler: there is a loop for each combination in use, compiled
-# when first asked for, and a step for each log, since Numba compiles all branches of a function that it inlines.
+# `dtype`, `log` and `split` are constants to the compiler: each combination in use has a loop, compiled at its first
+# use.  The steps are functions of their own for `log`, since Numba compiles all branches of a function that it inlines.
 
 
 def _row(step: Callable) -> Callable:
-    """A loop of a step over channels.
+    """The loop over channels of a step.
 
-    Where time runs backwards so do they: memory is fast only where addresses keep going one way (measured: a third
+    It runs backwards where time does: memory is fast only if addresses keep moving in one direction (measured: a third
     faster).
     """
 
@@ -113,24 +114,25 @@ _linear_row = _row(_linear_step)
 
 @inline
 def _log_larger(j, arrays):
-    """The first part of logaddexp: the larger is the new state, and out, for now, how much less the smaller is."""
+    """The first part of logaddexp: stores its larger argument as the new state, the difference to it in `out`."""
     a, at_a, b, at_b, state, at, out, at_out = arrays
     a_j, b_j, h_j = load(a, at_a + j, "a"), load(b, at_b + j, "b"), load(state, at + j, "state")
     x, y = cast(a_j, h_j) + h_j, cast(b_j, h_j)
-    gap = cast(0.0, x) if x == y else -abs(x - y)  # two equal infinities have no difference
+    gap = cast(0.0, x) if x == y else -abs(x - y)  # the difference of equal infinities would be NaN
     store(state, at + j, x if x > y else y, "state")
     store(out, at_out + j, cast(gap, a_j), "out")
 
 
 @inline
 def _log_excess(j, arrays):
-    """What the smaller adds to the larger, at most log 2."""
+    """The second part: what the smaller argument adds to the larger one, at most log 2."""
     out, at_out = arrays[6:]
     store(out, at_out + j, log1p_fraction(exp(load(out, at_out + j, "out"))), "out")
 
 
 @inline
 def _log_sum(j, arrays):
+    """The last part: the sum of both."""
     state, at, out, at_out = arrays[4:]
     excess, h_j = load(out, at_out + j, "out"), load(state, at + j, "state")
     h_j += cast(excess, h_j)
@@ -150,7 +152,7 @@ _log_row, _log_row_larger, _log_row_excess, _log_row_sum = map(_row, (_log_step,
 
 @inline
 def _split_log_row(begin, end, backwards, arrays):
-    """Each part in a loop of its own, as LLVM takes twice as many channels at once in one without float64."""
+    """A loop for each part: one without float64 has twice as many channels in a vector register."""
     _log_row_larger(begin, end, backwards, arrays)
     _log_row_excess(begin, end, backwards, arrays)
     _log_row_sum(begin, end, backwards, arrays)
@@ -160,7 +162,7 @@ def _split_log_row(begin, end, backwards, arrays):
 def scan(dtype: type, log: bool, split: bool) -> Any:
     """``state = a[t]*state + b[t]``, or ``logaddexp(a[t] + state, b[t])``; out[t] is the state after step t.
 
-    If `split`, a row takes a loop for each part of logaddexp: faster in float32, but if channels are few.
+    With `split`, each part of logaddexp has a loop over the channels, which is faster in float32 unless they are few.
     """
     line = LINE // np.dtype(dtype).itemsize
     take_row = (_split_log_row if split else _log_row) if log else _linear_row
@@ -201,7 +203,7 @@ def scan(dtype: type, log: bool, split: bool) -> Any:
 
 @inline
 def linear_gradients(a, before, grad_h, carried):
-    """The gradients of a, of b and of the state before, which is carried on."""
+    """The gradients of a, b and the state before the step; the last is carried to the previous step."""
     total = cast(grad_h, carried) + carried
     return cast(total, a) * before, cast(total, a), total * cast(a, total)
 
@@ -222,7 +224,7 @@ _linear_backward_row = _row(_linear_backward_step)
 
 @inline
 def _kept_and_added(j, arrays):
-    """The logarithms of which the state is the sum, and whether both are zero: such a state has no gradient."""
+    """The arguments of logaddexp, and whether both stand for zero: such a state has no gradient."""
     a, at_a, b, at_b, before, at_before = arrays[:6]
     added = load(b, at_b + j, "b")
     kept = load(a, at_a + j, "a") + load(before, at_before + j, "before")
@@ -231,24 +233,24 @@ def _kept_and_added(j, arrays):
 
 @inline
 def _log_share(j, arrays):
-    """The share of the state that the smaller of the two has; grad_a keeps it for now.
+    """Store the smaller argument's share of the state in `grad_a` for the time being.
 
-    Not exp(kept - h), as h is rounded.
+    It is not computed as exp(kept - h), as h is rounded.
     """
     grad_a, _, at_out = arrays[10:]
-    kept, added, nothing = _kept_and_added(j, arrays)
-    gap = cast(0.0, kept) if nothing else kept - added
+    kept, added, is_zero = _kept_and_added(j, arrays)
+    gap = cast(0.0, kept) if is_zero else kept - added
     store(grad_a, at_out + j, min(sigmoids(gap)), "grad_a")
 
 
 @inline
 def _log_gradients(j, arrays):
-    """The gradients: the smaller share is exact to its own last digits, and both make up the whole."""
+    """The gradients of both arguments: the smaller share has full relative precision, and both shares add up to 1."""
     grad_h, at_grad, state, at, grad_a, grad_b, at_out = arrays[6:]
-    kept, added, nothing = _kept_and_added(j, arrays)
+    kept, added, is_zero = _kept_and_added(j, arrays)
     carried = load(state, at + j, "state")
     total = cast(load(grad_h, at_grad + j, "grad_h"), carried) + carried
-    total = cast(0.0, total) if nothing else total
+    total = cast(0.0, total) if is_zero else total
     share = cast(load(grad_a, at_out + j, "grad_a"), total)
     smaller, larger = total * share, total * (cast(1.0, total) - share)
     grad_kept, grad_added = (larger, smaller) if kept >= added else (smaller, larger)
@@ -274,7 +276,7 @@ def _split_log_backward_row(begin, end, backwards, arrays):
 
 @functools.cache
 def scan_backward(dtype: type, log: bool, split: bool) -> Any:
-    """The gradients of a scan; state brings the last state's and returns the initial state's."""
+    """The gradients of a scan; `state` is the last state's gradient on entry, the initial state's on return."""
     line = LINE // np.dtype(dtype).itemsize
     take_row = (_split_log_backward_row if split else _log_backward_row) if log else _linear_backward_row
 
@@ -291,7 +293,7 @@ def scan_backward(dtype: type, log: bool, split: bool) -> Any:
         absent = pointer_to(work.absent, dtype)
         grad_h, grad_n, grad_t = pointer_to(work.grad_h, dtype), work.grad_h_n, work.grad_h_t
         grad_a, grad_b = pointer_to(work.grad_a, dtype), pointer_to(work.grad_b, dtype)
-        out_n, out_t = work.grad_a_n, work.grad_a_t  # grad_b's too
+        out_n, out_t = work.grad_a_n, work.grad_a_t  # those of grad_b, too
         row_a, row_b = pointer_to(work.grad_a_row, dtype), pointer_to(work.grad_b_row, dtype)
         parts, sequences, channels = work.parts, work.sequences, work.channels
         task = take_task(address)

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The CPU loops of linear scans of few channels, or of channels that lie apart in memory.
+"""The CPU loops of linear scans over few channels, or over channels that are not contiguous in memory.
 
-Such channels fill no vector register.  Time is the inner loop here, so that the state stays in a register: the loops of
-:mod:`~ostinato.kernels.scan.cpu_loops` store and load it at every step, which takes longer than the step itself.
-The channels and sequences of a task take turns of a few steps each: what they share of a cache line stays in the cache,
-and the processor begins one turn while it waits for the chain of another.  The operations are the same, and so are the
-results.
+Such channels do not fill a vector register.  Time is the inner loop here, so that the state stays in a register: the
+loops of :mod:`~ostinato.kernels.scan.cpu_loops` store and load it at every step, which takes longer than the step
+itself.  The channels and sequences of a task take turns of a few steps each: cache lines that they share stay in the
+cache, and the processor begins one turn while it waits for the dependent operations of another.  The operations, and so
+the results, are the same.
 """
 
 import functools
@@ -17,7 +17,7 @@ from ostinato.kernels.cpu.compiler import compiled_loop
 from ostinato.kernels.cpu.intrinsics import pointer_to, structure_at, take_task
 from ostinato.kernels.scan.cpu_loops import SCAN_WORK, linear, linear_gradients, load, store
 
-TURN = 32  # steps
+TURN = 32  # the steps of a turn
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def scan(dtype: type) -> Any:
 
 @functools.cache
 def scan_backward(dtype: type) -> Any:
-    """The gradients of a scan; state brings the last state's and returns the initial state's."""
+    """The gradients of a scan; `state` is the last state's gradient on entry, the initial state's on return."""
 
     @compiled_loop
     def run(address):
@@ -76,7 +76,7 @@ def scan_backward(dtype: type) -> Any:
         resets, resets_n, resets_t = pointer_to(work.resets, np.uint8), work.resets_n, work.resets_t
         grad_h, grad_n, grad_t, grad_d = pointer_to(work.grad_h, dtype), work.grad_h_n, work.grad_h_t, work.grad_h_d
         grad_a, grad_b = pointer_to(work.grad_a, dtype), pointer_to(work.grad_b, dtype)
-        out_n, out_t, out_d = work.grad_a_n, work.grad_a_t, work.grad_a_d  # grad_b's too
+        out_n, out_t, out_d = work.grad_a_n, work.grad_a_t, work.grad_a_d  # those of grad_b, too
         parts, sequences, channels = work.parts, work.sequences, work.channels
         ahead = 1 if work.reverse else -1
         task = take_task(address)

@@ -1,7 +1,7 @@
 """The scans as differentiable operators, each run by the backend that the caller names.
 
-Both are scans of one function of a step, ``h[t] = f(a[t], h[t-1], b[t])``, and their derivatives are linear scans of
-its partial derivatives: ``a*h + b``, and in log space ``logaddexp(a + h, b)``.
+Each scan iterates a function of a step, ``h[t] = f(a[t], h[t-1], b[t])``: ``a*h + b``, or in log space
+``logaddexp(a + h, b)``.  Its derivatives are linear scans, whose coefficients are f's partial derivatives.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ from ostinato.kernels.scan.torch_ops import LINEAR, LOG, Semiring, gradients_of_
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
-    """Raise ValueError unless the boundaries rise from 0 to `length`.
+    """Raise ValueError unless the bounds rise from 0 to `length`.
 
-    Reading them synchronises with the GPU, so a GPU tensor is read once per version of its contents (inference tensors
-    have none), and not at all while a CUDA graph is being captured.
+    Reading them synchronises with the GPU, so a GPU tensor is read once per version of its contents (at every call if
+    it is an inference tensor, which has no version), and not at all while a CUDA graph is being captured.
     """
     if cu_seqlens is None or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
@@ -41,12 +41,12 @@ def _check_cu_seqlens(cu_seqlens: Tensor, length: int) -> None:
 
 
 def shortened(numbers: Tensor) -> str:
-    """The numbers of a vector, or the first and last of many, for an error message."""
+    """The elements of a vector, or the first and last ones of many, for an error message."""
     return str(numbers.tolist() if len(numbers) <= 8 else [*numbers[:4].tolist(), "...", *numbers[-3:].tolist()])
 
 
 def after_no_steps(b: Tensor, h0: Tensor | None, order: Order, zero: float) -> Tensor:
-    """The last states of an empty scan, which are the initial ones, copied."""
+    """The last states of a scan without elements: a copy of the initial states."""
     return b.new_full((order.sequences(b), b.shape[2]), zero) if h0 is None else h0.clone()
 
 
@@ -55,19 +55,19 @@ def _states_like(x: Tensor, order: Order, backend: str) -> Tensor:
 
 
 class _Scan:
-    """A scan and its gradient as operators: the functions of the backends, with the parts of an order each by itself.
+    """A scan and its gradient as operators, which take the parts of an order in place of an ``Order``.
 
-    ``name`` is the operator's and the backends' functions'; ``prepare`` is as that of the operator.
+    ``name`` is that of the operator and of the backends' function; ``prepare`` is passed to :func:`operator`.
 
     run(a, b, h0, cu_seqlens, resets, reverse, backend) -> h, h_last
-    gradients(a, b, h, h0, grad_h, grad_h_last, cu_seqlens, resets, reverse, backend) -> gradients of a, b and h0,
-    the last empty if h0 is absent; b is None if linear.
+    gradients(a, b, h, h0, grad_h, grad_h_last, cu_seqlens, resets, reverse, backend) -> the gradients of a, b and h0;
+    the last is empty if h0 is absent, and b is None for the linear scan.
     """
 
     def __init__(self, ring: Semiring, name: str, prepare: Callable | None = None) -> None:
         self.ring, self.name = ring, name
-        of_gradient = self.backward, self.fake_backward, self.backward_groups, self.differentiable_backward
-        self.gradients = gradient(f"{name}_backward", *of_gradient)
+        backward = self.backward, self.fake_backward, self.backward_groups, self.differentiable_backward
+        self.gradients = gradient(f"{name}_backward", *backward)
         forward = self.scan, self.fake, self.context, self.grad, self.groups
         self.run = operator(name, *forward, plain=self.plain, jvp=self.jvp, prepare=prepare)
 
@@ -123,8 +123,8 @@ class _Scan:
         if h.numel() == 0:
             return h.new_empty(h.shape), h.new_empty(h.shape), after_no_steps(h, grad_h_last, order, 0.0)
         run = getattr(choose_backend(backend, h.device.type), f"{self.name}_backward")
-        given = (a,) if b is None else (a, b)
-        grads = run(*given, h, h0, grad_h, grad_h_last, order)
+        inputs = (a,) if b is None else (a, b)
+        grads = run(*inputs, h, h0, grad_h, grad_h_last, order)
         return grads[0], grads[1], or_empty(grads[2], h)
 
     def fake_backward(
@@ -137,10 +137,10 @@ class _Scan:
     def jvp(self, args: tuple, results: tuple[Tensor, Tensor], tangents: tuple) -> tuple[Tensor, Tensor]:
         a, b, h0, *options = args
         *parts, _backend = options
-        carry, *slopes = partials_of_steps(self.ring, a, b, results[0], h0, order_of(*parts))
-        offsets = [slope * x for slope, x in zip(slopes, tangents[:2], strict=True) if x is not None]
+        by_h, *by_inputs = partials_of_steps(self.ring, a, b, results[0], h0, order_of(*parts))
+        offsets = [partial * x for partial, x in zip(by_inputs, tangents[:2], strict=True) if x is not None]
         total = sum(offsets, torch.zeros_like(b))
-        return linear_scan(carry, total, tangents[2], *options)
+        return linear_scan(by_h, total, tangents[2], *options)
 
     def differentiable_backward(
         self, a: Tensor, b: Tensor | None, h: Tensor, h0: Tensor | None, *rest: Any

@@ -1,8 +1,7 @@
-"""Scans in plain PyTorch operations, for devices without kernels here.
+"""Scans in plain PyTorch operations, for devices that have no kernels here.
 
-The sequence is cut into chunks of 16 steps.  All chunks are scanned in parallel,
-one step at a time, from the neutral state; the chunks' aggregates are scanned by
-the same function, a sixteenth as long; each chunk is then corrected for its carry.
+The sequence is split into chunks of 16 steps.  All chunks are scanned in parallel, one step at a time, from the neutral
+state; the chunks' aggregates, a sixteenth as many, are scanned recursively; then each chunk is corrected for its carry.
 That is 16 * log16(T) short launches and 2T compositions.
 """
 
@@ -22,24 +21,24 @@ CHUNK = 16
 
 
 class Semiring(NamedTuple):
-    """The operations of a scan, their neutral elements, and the derivatives of a step, ``a*h + b``."""
+    """The operations of a scan, their neutral elements, and the partial derivatives of a step, ``a*h + b``."""
 
     times: Callable[[Tensor, Tensor], Tensor]
     times_plus: Callable[[Tensor, Tensor, Tensor], Tensor]  # a*h + b
     one: float
     zero: float
     sequential: Callable[..., tuple[Tensor, Tensor]]
-    partials: Callable[[Tensor, Any, Tensor], tuple[Tensor, Tensor, Tensor | float]]  # to h, a and b, of a, b and h
+    partials: Callable[[Tensor, Any, Tensor], tuple[Tensor, Tensor, Tensor | float]]  # (a, b, h) -> by h, a and b
 
 
 def _log_partials(a: Tensor, b: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(a + h), twice, and exp(b) as fractions of their sum, which is the new state.
+    """The partial derivatives of logaddexp(a + h, b): the shares of exp(a + h), twice, and of exp(b) in their sum.
 
-    Not ``exp(a + h - log_h)``, as the state is rounded.  A state of exactly zero has no gradient.
+    They are not computed from the sum, which is rounded.  A state of exactly zero has no gradient.
     """
-    nothing = (a + h == -math.inf) & (b == -math.inf)
-    ratio = torch.where(nothing, 0.0, a + h) - torch.where(nothing, 0.0, b)
-    carried, added = ratio.sigmoid().masked_fill(nothing, 0.0), (-ratio).sigmoid().masked_fill(nothing, 0.0)
+    is_zero = (a + h == -math.inf) & (b == -math.inf)
+    log_ratio = torch.where(is_zero, 0.0, a + h) - torch.where(is_zero, 0.0, b)
+    carried, added = log_ratio.sigmoid().masked_fill(is_zero, 0.0), (-log_ratio).sigmoid().masked_fill(is_zero, 0.0)
     return carried, carried, added
 
 
@@ -56,9 +55,9 @@ LOG = Semiring(
 def _chunked_scan(
     ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool = False, resets: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The scan of (B, T, D) over the semiring, from h0: (B, D); returns h and the last state."""
+    """The scan of a and b, (B, T, D), over the semiring, from h0, (B, D); returns h and the last state."""
     if resets is not None:
-        a, ring = a.masked_fill(resets[..., None], ring.zero), _forgetting(ring)
+        a, ring = a.masked_fill(resets[..., None], ring.zero), _with_absorbing_zero(ring)
     if reverse:
         h, h_last = _chunked_scan(ring, a.flip(1), b.flip(1), h0)
         return h.flip(1), h_last
@@ -79,18 +78,18 @@ def _chunked_scan(
     return h.view(batch, chunks * CHUNK, width)[:, :length], h_last
 
 
-def _forgetting(ring: Semiring) -> Semiring:
-    """The semiring in which zero times anything, NaN and infinity too, is zero."""
+def _with_absorbing_zero(ring: Semiring) -> Semiring:
+    """The semiring with zero times anything equal to zero, NaN and infinity included."""
 
-    def kept(a: Tensor, x: Tensor) -> Tensor:
-        lost = (a == ring.zero) & ~x.isfinite()  # a finite state stays, as the gradient of a zero that is no reset
-        return x.masked_fill(lost, ring.zero)
+    def finite_where_zero(a: Tensor, x: Tensor) -> Tensor:
+        # Finite states stay: if a is zero without a reset, its gradient needs them.
+        return x.masked_fill((a == ring.zero) & ~x.isfinite(), ring.zero)
 
     def times(a: Tensor, x: Tensor) -> Tensor:
-        return ring.times(a, kept(a, x))
+        return ring.times(a, finite_where_zero(a, x))
 
     def times_plus(a: Tensor, h: Tensor, b: Tensor) -> Tensor:
-        return ring.times_plus(a, kept(a, h), b)
+        return ring.times_plus(a, finite_where_zero(a, h), b)
 
     def sequential(a: Tensor, b: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
         steps = [h0]
@@ -102,7 +101,7 @@ def _forgetting(ring: Semiring) -> Semiring:
 
 
 class TorchBackend:
-    """The :class:`~ostinato.kernels.scan.Backend` made of PyTorch operations around one scan function."""
+    """A :class:`~ostinato.kernels.scan.Backend` of PyTorch operations around one scan function."""
 
     def __init__(
         self, scan: Callable[..., tuple[Tensor, Tensor]], compute_dtype: Callable[[Tensor], torch.dtype]
@@ -125,7 +124,7 @@ class TorchBackend:
         return x.new_empty(x.shape)
 
     def prepare_linear_scan(self, *_: Any) -> None:
-        """No scan here is faster for being prepared."""
+        """Return None: preparing makes no scan here faster."""
 
     def linear_scan(self, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
         h, h_last = self._run(LINEAR, a, b, h0, order)
@@ -165,30 +164,33 @@ class TorchBackend:
     ) -> Gradients:
         dtype = self.compute_dtype(a)
 
-        def wide(x: Any) -> Any:
+        def widened(x: Any) -> Any:
             return None if x is None else x.to(dtype)
 
-        tensors = wide(a), wide(b), wide(h), wide(h0), wide(grad_h), wide(grad_h_last)
+        tensors = widened(a), widened(b), widened(h), widened(h0), widened(grad_h), widened(grad_h_last)
         *grads, grad_h0 = gradients_of_scan(ring, functools.partial(self._run, LINEAR), *tensors, order)
         return _owned(grads[0], a.dtype), _owned(grads[1], a.dtype), None if h0 is None else _owned(grad_h0, h0.dtype)
 
 
 class Packing(NamedTuple):
-    """Where the steps of packed sequences are stored: rows (N, L) of the packed tensor, and which are not padding."""
+    """Where the steps of packed sequences are stored: their rows in the packed tensor, and whether they exist.
+
+    Both are (N, L), for N sequences of at most L steps.
+    """
 
     rows: Tensor
     valid: Tensor
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "Packing":
-        """One sequence after the other; sequence n is rows cu_seqlens[n] to cu_seqlens[n+1]."""
+        """Sequences one after the other: sequence n has rows cu_seqlens[n] to cu_seqlens[n+1]."""
         lengths = cu_seqlens.diff()
         steps = torch.arange(int(lengths.max()) if len(lengths) else 0, device=cu_seqlens.device)
         return cls(cu_seqlens[:-1, None] + steps, steps < lengths[:, None])
 
     @classmethod
     def from_offsets(cls, offsets: Tensor) -> "Packing":
-        """Time-major, as in ``PackedSequence``: step t is rows offsets[t] to offsets[t+1], longest sequence first."""
+        """Time-major, as in ``PackedSequence``: step t has rows offsets[t] to offsets[t+1], longest sequence first."""
         batch = int(offsets[1] - offsets[0])
         rows = offsets[:-1] + torch.arange(batch, device=offsets.device)[:, None]
         return cls(rows, rows < offsets[1:])
@@ -207,15 +209,15 @@ class Packing(NamedTuple):
 
 
 def shift(h: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None, zero: float = 0.0) -> Tensor:
-    """The state before each step: h delayed by one step (advanced if reverse), h0 where a sequence begins."""
+    """The state before each step in scan order: h shifted by one step, and h0 where a sequence begins."""
     outside = h.new_full((h.shape[0], 1, h.shape[2]), zero)
     start = outside if h0 is None else h0.to(h.dtype)[:, None]
     if cu_seqlens is None:
-        # Cut when both are together, as h may have no steps.
+        # Sliced only after the concatenation, as h may have no steps.
         return torch.cat((h, start), 1)[:, 1:] if reverse else torch.cat((start, h), 1)[:, :-1]
     before = torch.cat((h[:, 1:], outside) if reverse else (outside, h[:, :-1]), 1)
     steps = torch.arange(h.shape[1], dtype=cu_seqlens.dtype, device=h.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), steps, right=True)  # that a step belongs to
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), steps, right=True)  # to which each step belongs
     first = steps == (cu_seqlens[1:][sequence] - 1 if reverse else cu_seqlens[:-1][sequence])
     return torch.where(first[:, None], start if h0 is None else start[sequence, 0], before)
 
@@ -223,7 +225,7 @@ def shift(h: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
 def partials_of_steps(
     ring: Semiring, a: Tensor, b: Tensor | None, h: Tensor, h0: Tensor | None, order: Order
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """The derivatives of every step of a scan, to the state before it, a and b."""
+    """The partial derivatives of every step of a scan by the state before it, a and b."""
     before = zeroed(shift(h, h0, order.reverse, order.cu_seqlens, ring.zero), order.resets, ring.zero)
     return ring.partials(a, b, before)
 
@@ -239,14 +241,14 @@ def gradients_of_scan(
     grad_h_last: Tensor | None,
     order: Order,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a, b and h0, by ``scan``: a linear one, with the arguments of a backend's."""
-    carry, of_a, of_b = partials_of_steps(ring, a, b, h, h0, order)
-    grad = torch.zeros_like(carry) if grad_h is None else grad_h
-    # The gradient that each state passes on to the one before, by a scan in the opposite direction.
-    offsets, back = zeroed(carry * grad, order.resets), order._replace(reverse=not order.reverse)
-    passed, grad_h0 = scan(carry, offsets, grad_h_last, back)
-    total = grad + shift(passed, grad_h_last, back.reverse, back.cu_seqlens)
-    return total * of_a, total * of_b, grad_h0
+    """The gradients of a, b and h0.  `scan` is a linear scan with the arguments of a backend's."""
+    by_h, by_a, by_b = partials_of_steps(ring, a, b, h, h0, order)
+    grad = torch.zeros_like(by_h) if grad_h is None else grad_h
+    # The gradient that each step carries back to the state before it, by a scan in the opposite direction.
+    offsets, opposite = zeroed(by_h * grad, order.resets), order._replace(reverse=not order.reverse)
+    carried, grad_h0 = scan(by_h, offsets, grad_h_last, opposite)
+    total = grad + shift(carried, grad_h_last, opposite.reverse, opposite.cu_seqlens)
+    return total * by_a, total * by_b, grad_h0
 
 
 def zeroed(x: Tensor, resets: Tensor | None, zero: float = 0.0) -> Tensor:
@@ -283,16 +285,19 @@ def at_least_float32(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _for_products(x: Tensor) -> torch.dtype:
-    # Rounding of float32 products near 1 is biased and accumulates over time.  Not every other device has float64.
-    exact = x.dtype in (torch.float32, torch.complex64) and x.device.type in ("cpu", "cuda")
-    return _double(x) if exact else at_least_float32(x)
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the products of many coefficients in chunked scans: double precision for float32 and complex64.
+
+    The rounding of float32 products near 1 is biased, and accumulates over time.  Not every other device has float64.
+    """
+    needs_double = x.dtype in (torch.float32, torch.complex64) and x.device.type in ("cpu", "cuda")
+    return _double(x) if needs_double else at_least_float32(x)
 
 
 def _double(x: Tensor) -> torch.dtype:
     return torch.complex128 if x.is_complex() else torch.float64
 
 
-CHUNKED = TorchBackend(_chunked_scan, _for_products)
-LOOPED = TorchBackend(_looped, at_least_float32)  # one node of a graph, whatever the number of steps
+CHUNKED = TorchBackend(_chunked_scan, _product_dtype)
+LOOPED = TorchBackend(_looped, at_least_float32)  # a single graph node, whatever the number of steps
 REFERENCE = TorchBackend(_sequential, _double)
