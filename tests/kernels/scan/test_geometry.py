@@ -373,8 +373,8 @@ def test_geometries_fit_the_gpu():
             (2, 4, 8),
             ((8, 4096, 1536), (1, 1 << 20, 64), (1, 1 << 24, 1), (3, 5000, 1000), (1, 1, 1), (9999, 7, 3)),
         ):
-            for gapless in (False, True):
-                geometry = choose_geometry(Criteria(element, inputs, itemsize, 1, gapless, *shape, device))
+            for contiguous in (False, True):
+                geometry = choose_geometry(Criteria(element, inputs, itemsize, 1, contiguous, *shape, device))
                 assert geometry.narrow in (0, shape[2])
                 assert geometry.lanes * geometry.vec >= min(geometry.narrow, shape[2])
                 assert 32 * geometry.warps <= 1024
@@ -419,7 +419,7 @@ def test_short_sequences_of_few_channels_are_joined():
     }.items():
         criteria = Criteria("LinearScan", 2, itemsize, 1, True, sequences, steps, channels, GPUS["H200"])
         assert sequences_joined(criteria) == joined
-        assert sequences_joined(criteria._replace(gapless=False)) == 1
+        assert sequences_joined(criteria._replace(contiguous=False)) == 1
 
 
 def test_sequences_of_up_to_31_channels_are_narrow_unless_long():

@@ -74,7 +74,7 @@ def variants():
                 criteria = Criteria(name, inputs, *case, by_offsets=packing == "OFFSETS")
                 geometry = choose_geometry(criteria)
                 copies = geometry.copies_16_bytes(dtype.itemsize, aligned)
-                pitches = geometry.pitches(dtype.itemsize, [channels] * inputs, criteria.anywhere)
+                pitches = geometry.pitches(dtype.itemsize, [channels] * inputs, criteria.unaligned_rows)
                 shared = geometry.shared_bytes(inputs, 3 if minimal else 0, dtype.itemsize, True, True, pitches[0])
                 yield element, macros(name, scalar, scalar, packing, geometry, shared, steps == 1, copies, pitches)
 
@@ -147,7 +147,7 @@ def test_rows_that_begin_anywhere_are_copied_in_pieces_of_each_tensor(monkeypatc
         pitches = [int(pitch) for pitch in compiled[-1]["PITCHES"].split(", ")]
         assert [(pitch - 2 * stride) % 16 for pitch, stride in zip(pitches, apart, strict=True)] == [0, 0]
     launch._prepare.__wrapped__(problem._replace(packing="OFFSETS"), torch.float16, 2)
-    assert compiled[-1]["PITCHES"] == "0, 0"  # whose rows lie anywhere
+    assert compiled[-1]["PITCHES"] == "0, 0"  # whose rows are found by offsets
 
 
 def test_aligned_inputs_are_copied_by_tensor_maps(monkeypatch):

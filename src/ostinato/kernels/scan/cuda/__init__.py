@@ -1,18 +1,18 @@
-"""The CUDA backend: a kernel that is compiled at run time for an operation, a dtype and a shape of tiles.
+"""The CUDA backend: one kernel, compiled at run time for an operation, a dtype and the shape of its tiles.
 
 ================  ==========================================================================================
-``scans.py``      the backend: tensors of any layout in and out
-``problem.py``    what a scan is launched with, but for addresses
-``launch.py``     the launch of ``scan.cu``
-``workspace.py``  the memory in which chained blocks tell each other their states
-``heuristics/``   which algorithm and tiles a scan has
-``compose.py``    many steps reduced to one without writing states, by ``compose.cu`` and ``pass_on.cu``
+``scans.py``      the backend's functions, for tensors of any layout
+``problem.py``    the description of a scan: all that a launch depends on except addresses
+``launch.py``     compiling and launching ``scan.cu``
+``workspace.py``  the global memory through which chained blocks exchange their states
+``heuristics/``   the choice of a scan's algorithm and tiles
+``compose.py``    reducing many steps to one without writing states, by ``compose.cu`` and ``pass_on.cu``
 ================  ==========================================================================================
 
-``scan.cu`` is put together of the operations in ``elements.cuh``, the shape of a tile and the places of threads in it
-(``tile.cuh``, ``place.cuh``), its steps (``copies.cuh``, ``shared.cuh``, ``resets.cuh``, ``steps.cuh``,
-``rescan.cuh``), what they are reduced to (``composition.cuh``) and what blocks of one chain tell each other
-(``chain.cuh``, ``cluster.cuh``, ``messages.cuh``).
+``scan.cu`` includes the operations (``elements.cuh``), the shape of a tile and the places of threads in it
+(``tile.cuh``, ``place.cuh``), loading and computing its steps (``copies.cuh``, ``shared.cuh``, ``resets.cuh``,
+``steps.cuh``, ``rescan.cuh``), the compositions that steps are reduced to (``composition.cuh``), and the messages
+between the blocks of a chain (``chain.cuh``, ``cluster.cuh``, ``messages.cuh``).
 """
 
 from ostinato.kernels.scan.cuda.scans import (

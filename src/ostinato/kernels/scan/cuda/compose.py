@@ -1,4 +1,8 @@
-"""Reducing many steps of a linear recurrence to one, without writing states: ``compose.cu`` and ``pass_on.cu``."""
+"""Reducing many steps of a linear recurrence to one without writing states, by ``compose.cu`` and ``pass_on.cu``.
+
+A sequence that several GPUs share is scanned this way: each reduces its shard, and a state is carried through all
+shards.
+"""
 
 import functools
 import struct
@@ -13,7 +17,7 @@ from ostinato.kernels.scan.cuda.scans import along_channels
 
 THREADS = 512
 AHEAD = 4  # steps whose loads are in flight at once
-SHORTEST = 8 * AHEAD  # steps of a strip, below which more tiles are not worth a second launch
+SHORTEST = 8 * AHEAD  # the fewest steps of a strip: with fewer, more tiles are not worth a second launch
 BLOCKS = 8  # per multiprocessor
 PASSING = 128  # threads per block of pass_on
 
@@ -21,10 +25,10 @@ PASSING = 128  # threads per block of pass_on
 def compose(
     a: Tensor, b: Tensor, resets: Tensor | None = None, *, reverse: bool = False, before: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """P and L, (B, D) in float64, such that the steps a and b, (B, T, D), on a GPU, take a state h to ``P * h + L``.
+    """P and L, (B, D) in float64, such that all steps together take a state h to ``P * h + L``.
 
-    With ``before`` b is added before the product with a, ``a * (h + b)``.  a and b are float32 or float64; a P that
-    underflows in their dtype is zero.
+    A step is ``a * h + b``, or ``a * (h + b)`` with ``before``.  a and b are (B, T, D), in float32 or float64, on a
+    GPU; a P that underflows in their dtype is zero.
     """
     a, b = along_channels(a), along_channels(b)
     batch, steps, channels = a.shape
@@ -53,9 +57,10 @@ def compose(
 
 
 def pass_on(P: Tensor, L: Tensor, start: Tensor, of: int, reverse: bool) -> tuple[Tensor, Tensor]:
-    """Carry ``start``, (B, D), through shards reduced to P and L, (R, B, D): the state entering shard ``of``, the last.
+    """Carry the state ``start``, (B, D), through shards that are reduced to P and L, (R, B, D).
 
-    P and L are float64, the states have the dtype of ``start``; ``reverse`` begins with the last shard.
+    Returns the state that enters shard ``of``, and the state after all shards, in the dtype of ``start``.  P and L are
+    float64; with ``reverse``, the last shard comes first.
     """
     start = start.contiguous()
     before, last = torch.empty_like(start), torch.empty_like(start)
@@ -73,7 +78,7 @@ def pass_on(P: Tensor, L: Tensor, start: Tensor, of: int, reverse: bool) -> tupl
 
 
 def _vector(a: Tensor, b: Tensor) -> int:
-    """How many adjacent channels a thread loads at once: up to 16 bytes, as far as all rows are aligned."""
+    """How many adjacent channels a thread loads at once: as many as all rows are aligned to, up to 16 bytes."""
     units = a.shape[2] | 16 // a.element_size()
     for x in (a, b):
         units |= x.stride(0) | x.stride(1) | (x.data_ptr() & 15) // x.element_size()

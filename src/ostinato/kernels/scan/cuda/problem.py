@@ -1,4 +1,4 @@
-"""What a scan is launched with, but for addresses; and what of that the choice of a kernel depends on."""
+"""The description of a scan: all that its launch depends on except addresses, and what the choice of a kernel needs."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.scan.cuda.heuristics.criteria import Criteria, Device
 from ostinato.kernels.scan.cuda.heuristics.narrow import sequences_joined
 
-Strides = tuple[int, int, int]  # of batch, time and direction
+Strides = tuple[int, int, int]  # over batch, time and direction; channels are contiguous
 
 
 class Problem(NamedTuple):
@@ -28,12 +28,12 @@ class Problem(NamedTuple):
     directions: int = 1
     reverse: bool = False
     packing: str = "DENSE"
-    sequences: int = 0  # packed in one by cu_seqlens
-    resets: Strides | None = None  # of the mask
-    period: int = 0  # steps of each of the sequences that are joined in one
-    parameters: int = 0  # of each channel
-    parameter_direction: int = 0  # their stride between directions
-    code: str = ""  # of a generated element, if it is not one of ``elements.cuh``
+    sequences: int = 0  # how many are packed in one by cu_seqlens
+    resets: Strides | None = None  # the strides of the mask of resets, if there is one
+    period: int = 0  # the steps of each of the sequences that are joined in one, or 0
+    parameters: int = 0  # parameters of each channel
+    parameter_direction: int = 0  # the stride of the parameters over directions
+    code: str = ""  # the CUDA C++ of a generated element, which ``elements.cuh`` does not have
 
     @property
     def backward(self) -> bool:
@@ -45,13 +45,13 @@ class Problem(NamedTuple):
 
     @property
     def row_strides(self) -> list[int]:
-        """Elements from one step of each input and output to the next."""
+        """The stride over time of each input and output."""
         return [time for _, time, _ in (*self.inputs, *self.outputs)]
 
 
 @functools.cache
 def describe_device(index: int) -> Device:
-    """The GPU of this index."""
+    """The properties of the GPU of this index."""
     properties: Any = torch.cuda.get_device_properties(index)
     return Device(
         properties.multi_processor_count,
@@ -63,7 +63,7 @@ def describe_device(index: int) -> Device:
 
 
 def criteria_of(problem: Problem, alignment: int) -> Criteria:
-    """What the choice of a geometry depends on; `alignment` has the low bits of every address."""
+    """What the choice of a geometry depends on; `alignment` has the low bits of all addresses."""
     itemsize, rows = problem.dtype.itemsize, problem.row_strides
     counts = problem.batch, problem.steps, problem.directions
     numbers = itertools.chain([problem.channels, alignment // itemsize], *problem.inputs, *problem.outputs)
@@ -73,7 +73,7 @@ def criteria_of(problem: Problem, alignment: int) -> Criteria:
         len(problem.inputs),
         itemsize,
         aligned=min(units & -units, 16 // itemsize),
-        gapless=problem.packing != "OFFSETS" and all(row == problem.channels for row in rows),
+        contiguous=problem.packing != "OFFSETS" and all(row == problem.channels for row in rows),
         sequences=problem.batch * problem.directions,
         steps=problem.steps,
         channels=problem.channels,
@@ -86,9 +86,9 @@ def criteria_of(problem: Problem, alignment: int) -> Criteria:
 
 
 def join(problem: Problem) -> Problem | None:
-    """The problem with several sequences, of which one begins where the other ends, as one; None if it stays as it is.
+    """The problem with sequences that follow one another in memory joined into fewer; None if that does not pay off.
 
-    Their states are zero at first.  What is joined stays as it is: its period would be lost.
+    Their initial states are zero.  A joined problem is not joined again, as its period would be lost.
     """
     tensors = *problem.inputs, *problem.outputs, *([problem.resets] if problem.resets else [])
     adjacent = all(sequence == problem.steps * time for sequence, time, _ in tensors)
@@ -98,14 +98,14 @@ def join(problem: Problem) -> Problem | None:
     if joined == 1:
         return None
 
-    def of(strides: Strides) -> Strides:
+    def joined_strides(strides: Strides) -> Strides:
         return strides[0] * joined, *strides[1:]
 
     return problem._replace(
         batch=problem.batch // joined,
         steps=problem.steps * joined,
-        inputs=tuple(map(of, problem.inputs)),
-        outputs=tuple(map(of, problem.outputs)),
-        resets=problem.resets and of(problem.resets),
+        inputs=tuple(map(joined_strides, problem.inputs)),
+        outputs=tuple(map(joined_strides, problem.outputs)),
+        resets=problem.resets and joined_strides(problem.resets),
         period=problem.steps,
     )

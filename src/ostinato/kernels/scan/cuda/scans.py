@@ -1,4 +1,4 @@
-"""The CUDA backend: scans of tensors of any layout, by the kernel that ``launch.py`` launches."""
+"""The functions of the CUDA backend: they bring tensors into layouts that the kernel reads, and launch it."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ def along_channels(x: Tensor) -> Tensor:
 
 
 def _along_time(x: Tensor) -> Tensor:
-    """With the strides of a (B, D, T) tensor whose batch and channel dimensions can be merged."""
+    """x, or a copy, stored as a (B, D, T) tensor whose batch and channel dimensions can be merged."""
     if x.stride(1) == 1 and x.stride(0) == x.shape[2] * x.stride(2):
         return x
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _is_time_contiguous(x: Tensor, order: Order) -> bool:
-    """Whether (B, T, D) is stored as (B, D, T), which the kernel reads in place unless packed or with resets."""
+    """Whether x, (B, T, D), is stored as (B, D, T), which the kernel reads in place in a plain order only."""
     return order.is_plain and x.stride(1) == 1 and x.stride(2) != 1 and x.shape[1] > 1 and x.shape[2] > 1
 
 
@@ -39,7 +39,7 @@ def states_like(x: Tensor, order: Order) -> Tensor:
 def last_state(b: Tensor, h0: Tensor | None, order: Order, zero: float) -> Tensor:
     if order.cu_seqlens is None:
         return b.new_empty(b.shape[0], b.shape[2])
-    # An empty sequence ends in its initial state, which the kernel does not write.
+    # The last state of an empty sequence is its initial state; the kernel does not write it.
     return b.new_full((order.sequences(b), b.shape[2]), zero) if h0 is None else h0.clone()
 
 
@@ -48,7 +48,7 @@ class Element(NamedTuple):
 
     name: str
     code: str = ""
-    gradient: "Callable[[], Element] | None" = None  # that of the backward pass
+    gradient: "Callable[[], Element] | None" = None  # the element of the backward pass
 
 
 _LINEAR_BACKWARD, _LOG_LINEAR_BACKWARD = Element("LinearScanBackward"), Element("LogLinearScanBackward")
@@ -67,7 +67,7 @@ def prepare_scan(
 ) -> Scan:
     """The scan over inputs of the shape and dtype of `like`, (B, T, D), with the given strides.
 
-    Outputs are contiguous, as (B, D, T) if ``by_time``.
+    There are `outputs` outputs, contiguous as (B, T, D), or as (B, D, T) if `by_time`.
     """
     cu_seqlens, resets, reverse = order
     return _prepare_scan(
@@ -104,19 +104,19 @@ def _prepare_scan(
     batch, steps, channels = shape
 
     def gradient() -> Scan:
-        """For gradients laid out as the states."""
+        """The scan of the backward pass, if the states' gradients are laid out like the states."""
         assert element.gradient is not None
         states = (steps * channels, 1, steps) if by_time else (steps * channels, channels, 1)
-        read = *(strides[:1] if element is _LINEAR else strides), states, states
-        how = reverse, sequences, resets, parameters, parameter_dtype, by_time
-        return _prepare_scan(element.gradient(), dtype, device, shape, read, len(strides), *how)
+        inputs = *(strides[:1] if element is _LINEAR else strides), states, states
+        options = reverse, sequences, resets, parameters, parameter_dtype, by_time
+        return _prepare_scan(element.gradient(), dtype, device, shape, inputs, len(strides), *options)
 
     return Scan(
         Problem(
             element.name,
             dtype,
             device,
-            batch * channels if by_time else batch,  # sequences of one channel each
+            batch * channels if by_time else batch,  # by time, each channel is a sequence of its own
             steps,
             1 if by_time else channels,
             tuple((channel if by_time else sequence, time, 0) for sequence, time, channel in strides),
@@ -137,8 +137,8 @@ def _forward_scan(
     element: Element, a: Tensor, b: Tensor, h0: Tensor | None, order: Order, zero: float
 ) -> tuple[Tensor, Tensor]:
     by_time = _is_time_contiguous(b, order)
-    lie = _along_time if by_time else along_channels
-    a, b, h0 = lie(a), lie(b), None if h0 is None else h0.contiguous()
+    lay_out = _along_time if by_time else along_channels
+    a, b, h0 = lay_out(a), lay_out(b), None if h0 is None else h0.contiguous()
     h = torch.empty_like(b) if b.is_contiguous() else states_like(b, order)  # new_empty costs more
     h_last = last_state(b, h0, order, zero)
     scan = prepare_scan(element, b, (a.stride(), b.stride()), 1, order, by_time=by_time)
@@ -148,18 +148,21 @@ def _forward_scan(
 
 
 def prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> Callable | None:
-    """A fast path of :func:`linear_scan`, in a plain order, for tensors laid out like these; None if any is copied."""
+    """A fast path of :func:`linear_scan` for tensors of the same layouts, in a plain order.
+
+    None if any of them must be copied first.
+    """
     if not b.is_contiguous() or along_channels(a) is not a or (h0 is not None and not h0.is_contiguous()):
         return None
     scan = prepare_scan(_LINEAR, b, (a.stride(), b.stride()), 1, order)
     device, dtype, shape = b.get_device(), b.dtype, tuple(b.shape)
     batch, steps, channels = shape
-    strides, last = (steps * channels, channels, 1), (batch, channels)
+    strides, last_shape = (steps * channels, channels, 1), (batch, channels)
 
     def run(a: Tensor, b: Tensor, h0: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
         if torch._C._cuda_getDevice() != device:
             return linear_scan(a, b, h0, order)
-        h, h_last = empty(shape, strides, dtype), empty(last, (channels, 1), dtype)
+        h, h_last = empty(shape, strides, dtype), empty(last_shape, (channels, 1), dtype)
         initial = 0 if h0 is None else h0.data_ptr()
         scan.launch(h, (a.data_ptr(), b.data_ptr(), h.data_ptr(), 0, initial, h_last.data_ptr(), 0))
         return h, h_last
@@ -169,7 +172,7 @@ def prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -
 
 def _backward_scan(
     element: Element,
-    plain: Sequence[Tensor],
+    coefficients: Sequence[Tensor],
     h: Tensor,
     h0: Tensor | None,
     grad_h: Tensor | None,
@@ -179,14 +182,15 @@ def _backward_scan(
     by_time = _is_time_contiguous(h, order)
     h0 = None if h0 is None else h0.contiguous()
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
-    inputs = [(_along_time if by_time else along_channels)(x) for x in (*plain, h, h if grad_h is None else grad_h)]
+    lay_out = _along_time if by_time else along_channels
+    inputs = [lay_out(x) for x in (*coefficients, h, h if grad_h is None else grad_h)]
     outputs = states_like(h, order), states_like(h, order)
     grad_h0 = None if h0 is None else last_state(h, grad_h_last, order, 0.0)
     strides = tuple([x.stride() for x in inputs])
     scan = prepare_scan(element, h, strides, 2, order, by_time=by_time)
     addresses = [x.data_ptr() for x in (*inputs, *outputs)]
     if grad_h is None:
-        addresses[len(plain) + 1] = 0
+        addresses[len(coefficients) + 1] = 0
     addresses += 0, address(grad_h_last), address(grad_h0), address(h0)
     scan.launch(h, addresses, order.cu_seqlens, order.resets)
     return *outputs, grad_h0

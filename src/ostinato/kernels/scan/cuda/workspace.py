@@ -1,4 +1,4 @@
-"""The memory in which chained blocks tell each other their states: one for each stream, reused by its launches."""
+"""The workspaces in global memory through which chained blocks exchange states: each stream's launches share one."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -7,38 +7,39 @@ from typing import Any
 
 import torch
 
-_MARKS = 4  # kinds of ``Mark``, see ``messages.cuh``
+_MARKS = 4  # the number of kinds of ``Mark`` in ``messages.cuh``, of which epochs are multiples
 
 
 class _Workspace:
-    """The messages of chained blocks, reused by one stream's successive launches."""
+    """The messages of chained blocks and the counter of look-back, for the successive launches on one stream."""
 
     def __init__(self, words: int, device: int) -> None:
         def zeros() -> Any:
-            made = [torch.zeros(n, dtype=torch.int64, device=torch.device("cuda", device)) for n in (words, 1)]
-            return made, torch.cuda.current_stream(device).record_event()
+            allocated = [torch.zeros(n, dtype=torch.int64, device=torch.device("cuda", device)) for n in (words, 1)]
+            return allocated, torch.cuda.current_stream(device).record_event()
 
-        # What a thread allocates while PyTorch's compiler warms up a CUDA graph is the graph's, and must not be kept.
+        # Another thread allocates them: while PyTorch's compiler warms up a CUDA graph, what this thread allocates
+        # belongs to the graph and must not be kept.
         with ThreadPoolExecutor(1) as pool:
-            made, event = pool.submit(zeros).result()
+            allocated, event = pool.submit(zeros).result()
         stream = torch.cuda.current_stream(device)
         stream.wait_event(event)
-        for x in made:
+        for x in allocated:
             x.record_stream(stream)
-        self.memory, self.counter = made
+        self.memory, self.counter = allocated
         self.epoch = self.drawn = 0
-        self.drawing = False  # while a look-back launch is being made
+        self.drawing = False  # true while a look-back launch is being queued
 
 
-launching = threading.Lock()  # launches must be queued on the stream in the order of their epochs
+launching = threading.Lock()  # launches must be queued on a stream in the order of their epochs
 _workspaces: dict[tuple[int, int], _Workspace] = {}  # by device and stream
 
 
 def published_of(device: int, words: int) -> tuple[int, int]:
-    """The address of the current stream's workspace and the epoch of this launch.
+    """The address of the current stream's workspace, with room for `words`, and the epoch of this launch.
 
     A captured launch is replayed with the same epoch, so it gets a workspace of its own, cleared by a captured memset.
-    A workspace is discarded if a look-back launch was interrupted: its counter is then unknown.
+    A workspace is replaced if a look-back launch was interrupted: the value of its counter is then unknown.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), _MARKS
@@ -56,17 +57,24 @@ def published_of(device: int, words: int) -> tuple[int, int]:
 
 
 def start_drawing(
-    start: Callable[..., None], device: int, words: int, draws: int, published: int, epoch: int, given: Sequence[int]
+    start: Callable[..., None],
+    device: int,
+    words: int,
+    draws: int,
+    published: int,
+    epoch: int,
+    addresses: Sequence[int],
 ) -> None:
-    """Launch look-back blocks, which draw so many tiles from a counter that continues from the previous launch.
+    """Launch look-back blocks, which draw tiles from a counter and thereby advance it by `draws`.
 
-    The counter is the workspace's; that of a captured launch follows the messages.
+    The counter is that of the workspace, and continues from the previous launch; a captured launch has its own counter,
+    after its messages.
     """
     if torch.cuda.is_current_stream_capturing():
-        start(*given, published, published + 8 * (words - 2), epoch, 0)
+        start(*addresses, published, published + 8 * (words - 2), epoch, 0)
         return
     workspace = _workspaces[device, torch._C._cuda_getCurrentRawStream(device)]
     workspace.drawing = True
-    start(*given, published, workspace.counter.data_ptr(), epoch, workspace.drawn)
+    start(*addresses, published, workspace.counter.data_ptr(), epoch, workspace.drawn)
     workspace.drawn = (workspace.drawn + draws) % (1 << 32)
     workspace.drawing = False

@@ -1,6 +1,6 @@
-"""The one place where a scan's algorithm and the shape of its tiles are chosen, by rules in order of precedence.
+"""The choice of a scan's algorithm and the shape of its tiles, by rules in order of precedence.
 
-Each rule, of ``narrow.py``, ``streaming.py`` and ``chained.py``, returns a geometry where it applies, else None.
+Each rule in ``narrow.py``, ``streaming.py`` and ``chained.py`` returns a geometry where it applies, else None.
 """
 
 import functools
@@ -29,14 +29,14 @@ from ostinato.kernels.scan.cuda.heuristics.streaming import (
 
 @functools.lru_cache(maxsize=4096)
 def choose_geometry(scan: Criteria) -> Geometry:
-    """Choose the algorithm and the shape of its tiles: what the first rule that applies returns.
+    """Choose the algorithm and the shape of its tiles: the geometry of the first rule that applies.
 
     A streaming block scans the tiles of its chain serially, about a microsecond each, even if the GPU is otherwise
     idle; a chained tile takes three, but all blocks work in parallel.  So streaming is chosen where the chains fill
     the GPU, and where sequences are short.
     """
-    aside = stream_narrow, stream_few_steps, stream_in_clusters
-    streaming = _first(scan, *aside, stream_alone, stream_halves, stream)
+    special_cases = stream_narrow, stream_few_steps, stream_in_clusters, stream_alone, stream_halves
+    streaming = _first(scan, *special_cases, stream)
     if not _leaves_processors_idle(scan, streaming):
         return keep_in_step(scan, streaming) or streaming
     looking_back = look_back_soon, look_back_in_pairs, look_back
@@ -44,11 +44,12 @@ def choose_geometry(scan: Criteria) -> Geometry:
 
 
 def _first(scan: Criteria, *rules: Callable[[Criteria], Geometry | None]) -> Geometry:
+    """The geometry of the first rule that applies; the last one always does."""
     return next(geometry for rule in rules if (geometry := rule(scan)))
 
 
 def _leaves_processors_idle(scan: Criteria, streaming: Geometry) -> bool:
-    """Whether chains are too few for all multiprocessors, and so long that blocks had better share them."""
+    """Whether there are too few chains for all multiprocessors, and they are long enough to be shared by blocks."""
     processors = scan.device.processors
     if streaming.cluster > 1:
         return False

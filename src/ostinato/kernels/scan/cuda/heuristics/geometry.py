@@ -1,4 +1,4 @@
-"""The scan kernel's launch geometry: what follows from its algorithm and the shape of its tiles."""
+"""The scan kernel's launch geometry: its algorithm and the shape of its tiles, and the sizes that follow from these."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,34 +7,34 @@ from ostinato.kernels.cuda.nvrtc import Macros
 
 
 class Geometry(NamedTuple):
-    """The algorithm and the shape of its tiles; see ``scan.cu``."""
+    """The algorithm of a scan and the shape of its tiles; see ``scan.cu``."""
 
     vec: int  # channels of a lane
-    lanes: int  # of a warp, or of several abreast, that lie along the channels; the others along time
-    warps: int  # of a block, one after the other in time
+    lanes: int  # lanes that span the channels, of one warp or of several abreast; the other lanes of a warp span time
+    warps: int  # warps of a block (or groups of warps abreast), consecutive in time
     rows: int  # consecutive steps of a thread
-    chained: bool = False
+    chained: bool = False  # whether several blocks share a chain, not one block or a cluster
     resident: int = 1  # blocks per multiprocessor, as in __launch_bounds__, which limits registers
-    narrow: int = 0  # channels, if a warp's steps are contiguous in memory, else 0
-    stages: int = 1  # tiles prefetched
-    looks_back: bool = False  # chained: by decoupled look-back, not interleaved tiles
-    stays: bool = False  # chained: every block has one tile, which stays in shared memory
+    narrow: int = 0  # the number of channels if a warp's steps are contiguous in memory, else 0
+    stages: int = 1  # tiles that are prefetched
+    looks_back: bool = False  # chained: by decoupled look-back instead of interleaved tiles
+    stays: bool = False  # chained: every block has a single tile, which stays in shared memory
     cluster: int = 1  # streaming: blocks of a cluster, which scan a chain's tiles in turn
-    mapped: bool = False  # interleaved: a tensor map copies a warp's rows, by one instruction
+    mapped: bool = False  # interleaved: a tensor map copies a warp's rows by a single instruction
 
     @property
     def group(self) -> int:
-        """Adjacent channels that a block scans together: those of a chain."""
+        """The channels of a chain: adjacent ones that a block scans together."""
         return self.lanes * self.vec
 
     @property
     def segments(self) -> int:
-        """Of time, each of `rows` steps, that the lanes of a warp cover."""
+        """The segments of time, of `rows` steps each, that the lanes of a warp span."""
         return max(1, 32 // self.lanes)
 
     @property
     def tile(self) -> int:
-        """Steps that a block scans at once."""
+        """The steps of a tile, which a block scans at once."""
         return self.warps * self.segments * self.rows
 
     @property
@@ -42,10 +42,10 @@ class Geometry(NamedTuple):
         return self.warps * max(32, self.lanes)
 
     def companions(self, chains: int, chunks: int, itemsize: int, processors: int) -> int:
-        """How many blocks share a chain: a cluster's, or as many as are resident at once for all chains.
+        """How many blocks share a chain: those of a cluster, or as many as can be resident at once for all chains.
 
-        Those read the aggregates of the others' tiles in rounds of ``read_at_once``; a last round of few tiles is not
-        worth the extra blocks.
+        Chained blocks read the aggregates of the others' tiles in rounds of ``read_at_once``; a last round of few tiles
+        is not worth the extra blocks.
         """
         if not self.chained or self.looks_back:
             return self.cluster
@@ -56,32 +56,32 @@ class Geometry(NamedTuple):
         return most - rest if 10 * rest <= most else most
 
     def read_at_once(self, itemsize: int) -> int:
-        """How many other tiles' aggregates a block loads before it waits for any."""
+        """How many aggregates of other blocks' tiles a block loads before it waits for any."""
         pollers = self.warps * self.segments
         return pollers * max(1, (16 if pollers < 256 else 8) // itemsize // self.vec)
 
     def copies_16_bytes(self, itemsize: int, aligned: int) -> bool:
-        """Whether lanes copy 16 bytes at once, which needs rows of whole pieces, `aligned` (in channels) to 16 bytes.
+        """Whether lanes copy 16 bytes at once, if rows consist of whole pieces of 16 bytes, `aligned` (in channels).
 
-        Smaller copies go through L1, and as many are on their way as it has lines beside the shared memory.
+        Smaller copies go through L1, so that no more of them are in flight than it has lines beside the shared memory.
         """
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
         return not (self.narrow or self.mapped) and pieces and aligned * itemsize >= 16
 
-    def pitches(self, itemsize: int, strides: Sequence[int], anywhere: bool) -> tuple[int, ...]:
-        """Bytes between an input's rows in shared memory if they begin `anywhere`, so that pieces are copied, else 0.
+    def pitches(self, itemsize: int, strides: Sequence[int], unaligned: bool) -> tuple[int, ...]:
+        """The pitch in bytes of each input's rows in shared memory if they are copied in aligned pieces, else 0.
 
-        Asynchronous copies of single channels are slow, or impossible below 4 bytes.  In memory rows are `strides`
-        apart.  No piece has elements of two rows.
+        Unaligned rows are: asynchronous copies of single channels are slow, or impossible below 4 bytes.  In global
+        memory rows are `strides` apart.  No piece in shared memory has elements of two rows.
         """
         least = self.group * itemsize + 2 * 15
-        pitched = anywhere and not self.narrow and (self.chained or self.group > 32)
+        pitched = unaligned and not self.narrow and (self.chained or self.group > 32)
         return tuple(least + (itemsize * stride - least) % 16 if pitched else 0 for stride in strides)
 
     def shared_bytes(
         self, inputs: int, sums: int, itemsize: int, packed: bool = False, resets: bool = False, pitch: int = 0
     ) -> int:
-        """An upper bound of ``sizeof(Shared)``, which shared.cuh asserts; `sums`: parameters with gradients."""
+        """An upper bound of ``sizeof(Shared)``, which ``shared.cuh`` asserts; `sums` parameters have gradients."""
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
         strip = 32 * self.rows * max(4, pack)
         if self.narrow:
@@ -90,7 +90,7 @@ class Geometry(NamedTuple):
             strip = self.segments * self.rows * pitch + 64 + self.lanes * self.vec * itemsize
         strips = self.stages * self.warps * inputs + (self.warps if self.narrow and not self.stays else 0)
         buffers = 1 if self.stays else 3 if self.chained and not self.looks_back else 2
-        numbers = 3 if itemsize == 4 else 2  # of a composition: with the rounding errors of float32's products
+        numbers = 3 if itemsize == 4 else 2  # of a composition, in float32 with the rounding error of its product
         between_warps = (buffers + (not self.looks_back)) * self.warps * (numbers * state + 4)
         boundaries = 2 * buffers * (4 * self.tile + 4 * (self.tile // 32 + 2)) + 4 * 2048 if packed else 28
         window = (max(32, self.warps * self.segments) * (3 * state + 4) if self.looks_back else 16 * self.vec) + state

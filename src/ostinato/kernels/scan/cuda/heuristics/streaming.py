@@ -1,4 +1,4 @@
-"""Streaming: tiles such that the resident blocks have as many bytes on their way as Little's law asks for."""
+"""Streaming: tiles of such a size that the resident blocks have as many bytes in flight as Little's law asks for."""
 
 import math
 
@@ -14,8 +14,8 @@ from ostinato.kernels.scan.cuda.heuristics.criteria import (
 )
 from ostinato.kernels.scan.cuda.heuristics.geometry import Geometry
 
-FEW_STEPS = 32  # of which linear scans have a geometry of their own
-THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need
+FEW_STEPS = 32  # the steps up to which linear scans have a geometry of their own
+THREADS = 384  # the target occupancy of a multiprocessor: threads then have as many registers as they need
 
 
 def _power_of_two(x: float, least: int, most: int) -> int:
@@ -23,7 +23,10 @@ def _power_of_two(x: float, least: int, most: int) -> int:
 
 
 def stream_few_steps(scan: Criteria) -> Geometry | None:
-    """Sequences of one tile of one warp, or many of few: further warps would have no steps, or leave blocks waiting."""
+    """Blocks of one warp for short sequences that fit in one tile of it, or for many sequences of few tiles.
+
+    More warps would have no steps, or keep blocks waiting.
+    """
     if scan.element not in LINEAR or scan.steps > FEW_STEPS:
         return None
     vec = min(scan.vector, 8 // scan.itemsize)
@@ -34,10 +37,10 @@ def stream_few_steps(scan: Criteria) -> Geometry | None:
 
 
 def stream_halves(scan: Criteria) -> Geometry | None:
-    """Rows of two full lines of 16 bits, with twice the warps for their arithmetic, if they fill the GPU or are long.
+    """Rows of two cache lines in 16 bits, with twice the warps for their arithmetic, if they fill the GPU or are long.
 
-    Blocks of half the warps need a last wave that is filled.  Over a long sequence blocks drift apart, so that L2 would
-    lose the other half of a line before it is used.
+    Blocks with half the warps need a filled last wave.  In a long sequence blocks drift apart, so that L2 would evict a
+    line before its other half is used.
     """
     whole = Geometry(4, 32, 8, 4 if scan.backward else 8, resident=2, stages=STAGES)
     fits = whole.shared_bytes(scan.inputs, 0, scan.itemsize) <= scan.device.shared_of_block
@@ -45,23 +48,23 @@ def stream_halves(scan: Criteria) -> Geometry | None:
         return None
     waves = scan.chains(whole) / scan.device.processors
     if scan.element in LINEAR and waves > 1:
-        waves /= 2  # two blocks a multiprocessor
+        waves /= 2  # two blocks per multiprocessor
         return whole._replace(warps=4, rows=8) if waves <= 1 or waves >= FILLED * math.ceil(waves) else None
     if scan.element in LINEAR and scan.steps > LONG:
         return _alone(scan, whole, max(waves, FILLED))
     generated = scan.element.startswith("Generated") and scan.backward and scan.inputs <= 5
     if generated and scan.steps >= LONG and not scan.resets and waves >= FULL * math.ceil(waves):
-        return whole._replace(resident=1)  # its factors take more than 128 registers
+        return whole._replace(resident=1)  # the factors of its steps take more than 128 registers
     return None
 
 
 def _is_halved(scan: Criteria) -> bool:
-    """Whether a lane's eight bytes are more 16-bit channels than its registers compute well."""
+    """Whether eight bytes per lane would be more 16-bit channels than its registers can handle well."""
     return scan.itemsize == 2 and scan.aligned >= 8
 
 
 def stream_alone(scan: Criteria) -> Geometry | None:
-    """A block on each multiprocessor, of two lines or of one."""
+    """One block per multiprocessor, with rows of two cache lines or of one."""
     if scan.element not in LINEAR or scan.itemsize > 4 or scan.itemsize * scan.aligned < 16:
         return None
     for vec in (8 // scan.itemsize, 4 // scan.itemsize):
@@ -74,10 +77,11 @@ def stream_alone(scan: Criteria) -> Geometry | None:
 
 
 def _alone(scan: Criteria, whole: Geometry, waves: float) -> Geometry:
-    """Tiles of a block that has a multiprocessor to itself, with all the registers that it can use.
+    """The tiles of a block that has a multiprocessor to itself, with all the registers that it can use.
 
-    It has as many stages as Little's law asks for, and no more: on an H100, half as much again on its way as that made
-    the memory a tenth slower, and where rows share lines, blocks that are further ahead of others lose them sooner.
+    It has as many stages as Little's law asks for, and no more: on an H100, half as many bytes again in flight made the
+    memory a tenth slower, and where rows share cache lines, L2 evicts them sooner the further blocks are ahead of
+    others.
     """
     row = scan.inputs * whole.warps * whole.group * scan.itemsize
     wanted = scan.device.in_flight / (1 if scan.shares_lines else waves) / row
@@ -86,42 +90,43 @@ def _alone(scan: Criteria, whole: Geometry, waves: float) -> Geometry:
 
 
 def stream(scan: Criteria) -> Geometry:
-    """A lane moves up to eight bytes, so that a warp's row is two full lines.
+    """The usual streaming tiles: a lane has up to eight bytes of a row, so that a warp's row is two full cache lines.
 
-    Of 16 bits, narrower vectors spread a scan over more threads, where it would fill the GPU badly or computes or tests
-    much besides, and 16-byte copies that bring whole lines into L2 make up for rows of half a line.
+    In 16 bits, narrower vectors spread a scan over more threads where it would not fill the GPU, or needs much other
+    arithmetic or many tests; 16-byte copies that bring whole lines into L2 make up for rows of half a line.
     """
     halved, processors = _is_halved(scan), scan.device.processors
     vec = 2 if halved else min(scan.vector, 8 // scan.itemsize)
-    if scan.element in LINEAR and scan.anywhere and vec > 1 and 2 * scan.chains(Geometry(vec, 32, 1, 1)) <= processors:
+    too_few = 2 * scan.chains(Geometry(vec, 32, 1, 1)) <= processors
+    if scan.element in LINEAR and scan.unaligned_rows and vec > 1 and too_few:
         vec //= 2
     lanes = min(lanes_across(scan.channels, vec), 16 if halved else 32)
     segments, warps = 32 // lanes, 4
     least, most = (4, 8) if scan.backward else (8, 16)
     longer = Geometry(vec, lanes, warps, most, resident=2)
     blocks = scan.chains(longer)
-    at_once = min(max(blocks / processors, 1), 4)  # blocks of a multiprocessor
-    wanted = scan.device.in_flight / at_once
-    enough = longer.tile * longer.group * scan.inputs * scan.itemsize >= wanted  # one tile on its way
+    blocks_per_processor = min(max(blocks / processors, 1), 4)
+    wanted = scan.device.in_flight / blocks_per_processor
+    enough = longer.tile * longer.group * scan.inputs * scan.itemsize >= wanted  # with one tile in flight
     long_backward = scan.element == "LinearScanBackward" and scan.itemsize == 4 and scan.steps >= LONG
-    if long_backward and at_once < FULL * 2 and enough:
+    if long_backward and blocks_per_processor < FULL * 2 and enough:
         return longer
     tile = _power_of_two(wanted / (STAGES * scan.inputs * lanes * vec * scan.itemsize), 4, 64)
-    whole = scan.steps <= warps * segments * least  # one tile
-    rows = least if whole else _power_of_two(tile / (warps * segments), least, 4 if scan.inputs > 3 else most)
+    is_one_tile = scan.steps <= warps * segments * least
+    rows = least if is_one_tile else _power_of_two(tile / (warps * segments), least, 4 if scan.inputs > 3 else most)
     if scan.steps <= min(SHORT, segments * rows) and blocks > 4 * processors:
         warps = 1  # more would have no steps
-    threads = 512 if halved and rows * vec <= 8 else THREADS  # few steps need few registers
+    threads = 512 if halved and rows * vec <= 8 else THREADS  # few steps per thread take few registers
     return Geometry(vec, lanes, warps, rows, resident=threads // (32 * warps), stages=STAGES)
 
 
 def stream_in_clusters(scan: Criteria) -> Geometry | None:
-    """Two blocks a chain where these fill the GPU, one on a multiprocessor.
+    """Clusters of two blocks for each chain, if these fill the GPU with one block per multiprocessor.
 
     A cluster must fit within a GPC: larger ones would leave more multiprocessors without a block.  Clusters drift
-    apart, so rows must not share lines.
+    apart, so rows must not share cache lines.
     """
-    words = scan.inputs * scan.itemsize // 2  # of a row of two channels, in registers
+    words = scan.inputs * scan.itemsize // 2  # the registers of a row of two channels
     pair = Geometry(2, 32, 8, 1 << (64 // max(words, 2)).bit_length() - 1, resident=2, cluster=2)
     lines = scan.itemsize <= 4 and not scan.ends_within_lines
     wide = lines and scan.aligned * scan.itemsize >= 16 and not scan.by_offsets
