@@ -4,8 +4,7 @@
 constexpr int AT_ONCE = BATCH > 2 ? 2 : 8;  // packs of a row whose loads are in flight together
 
 // Adds to sum[g][b] this lane's part of the dot product of the row at `first + g * stride` with the vector of sequence
-// b.  Rows and vectors have `packs` packs.  With fewer sequences than BATCH, the last one is read again for those
-// missing.
+// b.  Rows and vectors have `packs` packs.  With fewer sequences than BATCH, the last one stands in for those missing.
 template <int ROWS>
 __device__ inline void add_products(
     Compute (&sum)[ROWS][BATCH], const Pack* first, size_t stride, const Pack* x, int packs, int sequences = BATCH

@@ -67,7 +67,7 @@ def launch_stream(device: int, memory: Any) -> int:
 def in_wavefront(
     device: torch.device, chains: int, links: int, run: Callable[[int, int], Sequence[Tensor | None]]
 ) -> None:
-    """Call ``run(chain, link)`` for all links of all chains, in diagonals whose kernels may run at the same time.
+    """Call ``run(chain, link)`` for all links of all chains by diagonals, whose kernels may run concurrently.
 
     Link n of a chain depends on its link n - 1, and on link n of the chain before it; so the links of a diagonal, where
     ``chain + link`` is the same, are independent.  Each chain has a stream of its own, the first one the current

@@ -84,11 +84,11 @@ class Products:
     def __init__(self, groups: Sequence[Sequence[Product]], dtype: torch.dtype, tf32: bool, device: int) -> None:
         assert sum(map(len, groups)) <= _PRODUCTS, "the kernel's parameters have room for no more"
         cluster, processors = cluster_of(device), torch.cuda.get_device_properties(device).multi_processor_count
-        shared = [pair for group in groups for pair in zip(group, sharers_of(group, cluster, processors), strict=True)]
-        shared.sort(key=lambda pair: -pair[0].summed / pair[1])  # the longest sums begin first
-        packed = b"".join(product.packed(sharers, cluster) for product, sharers in shared)
+        tasks = [pair for group in groups for pair in zip(group, sharers_of(group, cluster, processors), strict=True)]
+        tasks.sort(key=lambda pair: -pair[0].summed / pair[1])  # the longest sums begin first
+        packed = b"".join(product.packed(sharers, cluster) for product, sharers in tasks)
         self._packed = packed.ljust(_PRODUCTS * _PRODUCT.size, b"\0")
-        self._blocks = sum(product.blocks(sharers, cluster) for product, sharers in shared)
+        self._blocks = sum(product.blocks(sharers, cluster) for product, sharers in tasks)
         self._kernel, self._device = nvrtc.load_kernel("products", *source(dtype, tf32, cluster), device), device
 
     def __call__(self, *tensors: Tensor | None) -> None:

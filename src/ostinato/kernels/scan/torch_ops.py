@@ -269,6 +269,7 @@ def _sequential(
 def _looped(
     ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool, resets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """The scan as one loop over time steps in the graph of an exported program."""
     inputs = [a, b] if resets is None else [a, b, resets[..., None]]
 
     def step(states: list[Tensor], inputs: list[Tensor], _: list[Tensor]) -> tuple[list[Tensor], Tensor]:

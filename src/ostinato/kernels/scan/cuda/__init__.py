@@ -9,10 +9,10 @@
 ``compose.py``    reducing many steps to one without writing states, by ``compose.cu`` and ``pass_on.cu``
 ================  ==========================================================================================
 
-``scan.cu`` includes the operations (``elements.cuh``), the shape of a tile and the places of threads in it
-(``tile.cuh``, ``place.cuh``), loading and computing its steps (``copies.cuh``, ``shared.cuh``, ``resets.cuh``,
-``steps.cuh``, ``rescan.cuh``), the compositions that steps are reduced to (``composition.cuh``), and the messages
-between the blocks of a chain (``chain.cuh``, ``cluster.cuh``, ``messages.cuh``).
+The kernel's source is ``scan.cu`` after the operations (``elements.cuh``), the shape of a tile and the places of
+threads in it (``tile.cuh``, ``place.cuh``), loading and computing its steps (``copies.cuh``, ``shared.cuh``,
+``resets.cuh``, ``steps.cuh``, ``rescan.cuh``), the compositions that steps are reduced to (``composition.cuh``), and
+the messages between the blocks of a chain (``chain.cuh``, ``cluster.cuh``, ``messages.cuh``).
 """
 
 from ostinato.kernels.scan.cuda.scans import (

@@ -1,6 +1,6 @@
-// The carry into a tile, from the aggregates and inclusive prefixes that other blocks have published.
+// The carry into a tile, computed from the aggregates and inclusive prefixes that other blocks have published.
 
-// The published messages of one chain's tiles.
+// The published messages of the tiles of one chain.
 struct Published {
     Message* messages;
     unsigned epoch;
@@ -31,7 +31,7 @@ struct Published {
         tile.carry(state);
         if (threadIdx.x < LANES) write(chunk, state);
     }
-    // A tile's flag: ABSENT until all its messages carry the same one; if KNOWN, b is the inclusive prefix.
+    // Read a tile, and return its flag: ABSENT until all its messages have the same one; if KNOWN, b is the prefix.
     __device__ unsigned read(int chunk, Known& tile) const {
         unsigned every = COMPOSED | KNOWN, any = 0;
 #pragma unroll
@@ -68,9 +68,9 @@ struct Prefetched {
 #pragma unroll
                     for (int v = 0; v < VEC; ++v) message[i][v][k] = load_message(published.at(first + i, k, v));
     }
-    // Wait for the tiles and compose them onto `whole`, or start from the first if `alone`.
+    // Wait for the tiles and append them to `whole`, or replace it by them if `alone`.
     __device__ void compose(const Published& published, int first, int end, Composition& whole, bool alone) {
-        // What is missing is asked for again all at once: one after the other, each would take as long as all.
+        // All missing messages are loaded again together: one after the other, each would take as long as all.
         bool missing = true;
         for (unsigned polls = 0; missing;) {
             missing = false;
@@ -101,13 +101,13 @@ struct Prefetched {
     }
 };
 
-// The carry into this tile, by decoupled look-back; publishes the inclusive prefix unless that is done (`settled`).
-// All threads of the block must call it.
+// The carry into this tile, by decoupled look-back.  Publishes the tile's inclusive prefix unless that has been done
+// (`settled`).  Called by all threads of the block.
 __device__ inline Channels look_back(
     const Place& at, Shared& shared, const Published& published, int chunk, const Composition& tile, bool settled
 ) {
     const int slot = at.lane % LANES, poller = at.warp * SEGMENTS + at.segment;
-    // Whether the predicate holds in all lanes of this segment; every lane of the warp must call it.
+    // Whether a predicate holds in all lanes of this segment; called by all lanes of the warp.
     const unsigned lanes = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
     const auto all = [&](bool ready) { return (__ballot_sync(~0u, ready) & lanes) == lanes; };
     unsigned seen = ABSENT;
@@ -116,7 +116,7 @@ __device__ inline Channels look_back(
     for (int first = 0;;) {
         const int other = chunk - 1 - first - poller;
         Known there;
-        // One poll per tile, and none once its prefix is known: under load every poll queues behind the copies.
+        // One poll per tile and round, and none once its prefix is known: under load polls queue behind the copies.
         const unsigned mark = other >= 0 && seen != KNOWN ? published.read(other, there) : ABSENT;
         const bool composed = all(mark == COMPOSED), known = all(mark == KNOWN);
         if (known || (composed && seen == ABSENT)) {
@@ -125,7 +125,7 @@ __device__ inline Channels look_back(
         }
         shared.seen[poller] = seen;
         __syncthreads();
-        // The nearest tile with an inclusive prefix, if every tile between has published its aggregate.
+        // Find the nearest tile with an inclusive prefix, if every tile in between has published its aggregate.
         bool gap = false;
 #pragma unroll
         for (int i = 0; i < POLLERS; i += 32) {

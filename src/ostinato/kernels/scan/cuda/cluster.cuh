@@ -1,21 +1,22 @@
-// The compositions that the blocks of a cluster send each other, through distributed shared memory.
+// The exchange of compositions between the blocks of a cluster, through distributed shared memory.
 //
-// At every round each block sends its tile's to all others.  Memory that is busy with copies delays messages through it
-// by microseconds, and these not.  A block sends the next but one only after it has got all others of the next round,
-// which they sent after they had read this one's: so two boxes, used in turn, are enough.
+// In every round each block sends the composition of its tile to all others.  Messages through global memory would be
+// delayed by microseconds while it is busy with copies; these are not.  A block sends its message of round n + 2 only
+// after it has received all messages of round n + 1, which the others sent after they had read those of round n: so two
+// boxes, used in turn, are enough.
 
 struct Inbox {
-    Message message[2][CLUSTER][VEC][MESSAGES][LANES];  // of each rank
-    Barrier lower[2], higher[2];  // of the messages from lower and from higher ranks
+    Message message[2][CLUSTER][VEC][MESSAGES][LANES];  // from each rank
+    Barrier lower[2], higher[2];  // for the messages from lower and from higher ranks
 
-    // One thread's call; no block may send before all of the cluster have done this.
+    // Called by one thread; no block may send before all blocks of the cluster have called it.
     __device__ void init() {
 #pragma unroll
         for (int box = 0; box < 2; ++box) lower[box].init(), higher[box].init();
         fence_barrier_init();
     }
-    // Send the composition of this block's tile to the others of the first `count` blocks, and expect theirs.  Called
-    // by the first segment, whose writes to shared memory before are then visible to all who wait.
+    // Send the composition of this block's tile to the other ones of the first `count` blocks, and expect theirs.
+    // Called by the first segment, whose earlier writes to shared memory are then visible to all threads that wait.
     __device__ void send(int box, int rank, int count, const Composition& tile) {
 #pragma unroll
         for (int peer = 0; peer < CLUSTER; ++peer) {
@@ -37,7 +38,7 @@ struct Inbox {
         lower[box].expect(rank * int(sizeof(message[0][0])));
         higher[box].expect((count - 1 - rank) * int(sizeof(message[0][0])));
     }
-    // Carry a state over the tiles of the lower ranks, when they are there; then over those of the others of `count`.
+    // Carry a state over the tiles of lower ranks, once they have arrived; then over those of ranks up to `count`.
     __device__ void carry_over_lower(int box, int parity, int rank, Channels& state) const {
         lower[box].wait(parity);
         carry(box, 0, rank, state);
@@ -65,6 +66,6 @@ private:
     }
 };
 
-// Between these two calls of all threads of a cluster each of its blocks begins.
+// A barrier of all threads of a cluster in two calls: when the second returns, all blocks of the cluster have begun.
 __device__ inline void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }

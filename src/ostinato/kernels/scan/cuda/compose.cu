@@ -1,14 +1,15 @@
 // Reduces many steps of h = a*h + b to one, P*h + L, without writing states.
 //
-// A block reduces a tile of time of GROUP adjacent channels.  It is split into STRIPS strips, each reduced serially by
-// LANES threads, then combined by a tree reduction.  With several tiles, a second launch reduces their results.
+// A block reduces a tile of some steps of GROUP adjacent channels.  The tile is split along time into STRIPS strips,
+// each reduced serially by LANES threads; a tree reduction combines them.  If there are several tiles, a second launch
+// reduces their results.
 
 using Scalar = SCALAR;
 using Index = long long;
 
-constexpr int STRIPS = THREADS / LANES;  // a strip's LANES threads span the channels, VEC each
+constexpr int STRIPS = THREADS / LANES;  // the LANES threads of a strip span the channels, VEC each
 constexpr int GROUP = LANES * VEC;
-constexpr bool EXTENDED = sizeof(Scalar) == 4;  // float products keep their rounding error, as in scan.cu
+constexpr bool EXTENDED = sizeof(Scalar) == 4;  // products of floats keep their rounding error, as in composition.cuh
 
 struct alignas(sizeof(Scalar) * VEC) Pack { Scalar value[VEC]; };
 
@@ -18,7 +19,7 @@ struct Parameters {
     const unsigned char* resets;  // a byte per step, nonzero if the state before it is zero; or null
     double* P;  // (batch, tiles, channels)
     double* L;
-    double least;  // a smaller |P| underflows in Scalar and becomes zero
+    double least;  // any smaller |P| would underflow in Scalar, and becomes zero
     Index a_batch, a_time, b_batch, b_time, resets_batch, resets_time;
     int batch, steps, channels, tile, tiles, reverse;
     int before;  // b is added before a is multiplied: a * (h + b)
@@ -31,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) compose(const __grid_const
     const int lane = threadIdx.x % LANES, strip = threadIdx.x / LANES, channel = group * GROUP + lane * VEC;
     const bool inside = channel < p.channels;
 
-    // Steps are numbered in the order of scanning.
+    // Steps are numbered in scan order.
     const int of_tile = min(p.tile, p.steps - number * p.tile), length = (of_tile + STRIPS - 1) / STRIPS;
     const int begin = number * p.tile + min(strip * length, of_tile);
     const int end = number * p.tile + min((strip + 1) * length, of_tile);
@@ -63,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) compose(const __grid_const
                 state[v] = p.before ? next * (state[v] + term) : fma(next, state[v], term);
                 const Scalar longer = next * product[v];
                 const Scalar rest = EXTENDED ? fma(next, low[v], fma(next, product[v], -longer)) : 0;
-                low[v] = rest - rest == 0 ? rest : 0;  // not finite after overflow
+                low[v] = rest - rest == 0 ? rest : 0;  // it is not finite after an overflow
                 product[v] = longer;
             }
         }

@@ -1,4 +1,4 @@
-// Consecutive steps as one: what tiles are reduced to, and what blocks send each other.
+// The composition of consecutive steps into one: tiles are reduced to compositions, and blocks exchange them.
 
 struct alignas(sizeof(Compute) * VEC) Channels { Compute value[VEC]; };
 
@@ -10,7 +10,7 @@ constexpr bool EXTENDED = sizeof(Scalar) == 4 && Ring::LINEAR;
 // The composition of consecutive steps.
 struct Composition {
     Channels a, low, b;
-    bool reset;  // a packed sequence begins within, or the state is reset: it does not depend on the state before
+    bool reset;  // whether a packed sequence begins in it or the state is reset: the state before does not matter then
 
     __device__ static Composition none() {
         Composition c;
@@ -23,7 +23,7 @@ struct Composition {
     __device__ Compute apply(int v, Compute h) const {
         return Ring::times_plus(a.value[v], h, EXTENDED ? fma(low.value[v], h, b.value[v]) : b.value[v]);
     }
-    // Append a step; `settle` when there are no more.
+    // Append a step; call `settle` after the last one.
     __device__ void append(int v, const Step& step) {
         if (!Step::EXACT) return append(v, step.a, step.low(), step.offset());
         const Compute product = Ring::times(step.a, a.value[v]);
@@ -35,7 +35,7 @@ struct Composition {
         if (!EXTENDED) return;
 #pragma unroll
         for (int v = 0; v < VEC; ++v)
-            if (!(absolute(low.value[v]) < infinity())) low.value[v] = 0;  // not finite after overflow
+            if (!(absolute(low.value[v]) < infinity())) low.value[v] = 0;  // it is not finite after an overflow
     }
     // Append a composition that has a low part.
     __device__ void append(int v, Compute next_a, Compute next_low, Compute next_b) {
@@ -62,11 +62,11 @@ struct Composition {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             both.append(v, a.value[v], low.value[v], b.value[v]);
-            if (FORGETS && reset) both.b.value[v] = b.value[v];  // a is then unused
+            if (FORGETS && reset) both.b.value[v] = b.value[v];  // `a` is unused then
         }
         return both;
     }
-    // A channel's numbers as messages, and back.
+    // Message k of channel v; `take` is the inverse.
     __device__ Message message(int v, int k, unsigned mark) const {
         const Compute numbers[] = {b.value[v], a.value[v], EXTENDED ? low.value[v] : 0};
         const unsigned* const parts = reinterpret_cast<const unsigned*>(numbers);
@@ -81,7 +81,7 @@ struct Composition {
             for (int i = 0; i < 4 - MESSAGES; ++i) parts[2 * k + i] = messages[k].parts[i];
         b.value[v] = numbers[0], a.value[v] = numbers[1], low.value[v] = EXTENDED ? numbers[2] : 0;
     }
-    // Of the lane below, but for `reset`.
+    // The composition of the lane `lanes` below this one, without its `reset`.
     __device__ Composition from_lane_below(int lanes) const {
         Composition other;
         other.reset = false;

@@ -1,9 +1,9 @@
 // Copies of tiles between global and shared memory.
 
-// Asynchronous copy of BYTES from global to shared memory; bytes after the first `count` are zero-filled.
-// The whole 128-byte line is brought into L2: where a block's rows are half a line, another block uses the rest.
-// 16-byte copies bypass L1 (.cg), where every copy in flight would hold a line and lines run out.  Those of tiles that
-// stay read whole lines once, which give way to the next ones: L2 then writes back less of what is there meanwhile.
+// Starts an asynchronous copy of BYTES from global to shared memory; bytes after the first `count` are filled with
+// zeros.  The whole 128-byte line is fetched into L2: where a block's rows are half a line, another block uses the
+// other half.  16-byte copies bypass L1 (.cg), where every copy in flight would hold a line and lines would run out.
+// With STAYS every line is read only once, and is evicted first: L2 then writes back less of its other contents.
 template <int BYTES> __device__ inline void copy_async(void* to, const void* from, int count = BYTES) {
     const unsigned shared = unsigned(__cvta_generic_to_shared(to));
     if constexpr (BYTES == 16 && STAYS) {
@@ -18,47 +18,47 @@ template <int BYTES> __device__ inline void copy_async(void* to, const void* fro
         asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(BYTES),
                      "r"(count) : "memory");
 }
-// Copy the first `count` bytes of an aligned piece of 16, of which the others are beyond the tensor.
+// Copies the first `count` bytes of an aligned 16-byte piece; the other bytes are beyond the tensor.
 __device__ inline void copy_part(char* to, const char* from, int count) {
 #pragma unroll 1
     for (int i = 0; i + 4 <= count; i += 4) copy_async<4>(to + i, from + i);
     if (count % 4) *reinterpret_cast<short*>(to + count - 2) = *reinterpret_cast<const short*>(from + count - 2);
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Wait for all copies but those of the last LATER commits.
+// Waits for all copies except those of the last LATER commits.
 template <int LATER = STAGES - 1> __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
-// Wait for the other threads of the warp, or of the warps abreast.
+// Waits for the other threads of the warp, or of the warps abreast.
 __device__ inline void sync_abreast() {
     if constexpr (ABREAST == 32) __syncwarp();
     else asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / ABREAST), "n"(ABREAST) : "memory");
 }
 
-// A strip of one tensor's tile, in shared memory: the steps of a warp, or of the warps abreast.
+// A strip in shared memory: the steps that a warp, or the warps abreast, have of one tensor's tile.
 //
 // By default each thread copies its own steps.  Narrow sequences (NARROW is their number of channels) are contiguous in
-// time: a warp copies its steps as one range in aligned 16-byte pieces, so the first element is at offset `shift`.
+// time: a warp copies its steps as one range in aligned 16-byte pieces, so that the first element is at offset `shift`.
 // Single 16-bit channels are below cp.async's minimum of 4 bytes, so each is stored in four bytes (HALVES).
 //
-// Other rows that begin anywhere are copied in aligned pieces as well, of which the first begins before the row and the
-// last ends after it.  In shared memory an input's rows are pitch() bytes apart, congruent to their distance in memory,
-// so a row has the same offset in its first piece here as there.
+// Other unaligned rows (PITCHED) are copied in aligned pieces, too: the first piece begins before the row, and the last
+// one ends after it.  In shared memory an input's rows are pitch() bytes apart.  The pitch is congruent to the stride
+// in global memory modulo 16, so that a row has the same offset in its first piece in both.
 //
-// A tensor map copies a strip as it is, a row behind the other.
+// A tensor map copies a strip as it is, one row after the other.
 //
-// The halves of a sector of 32 bytes are copied in one transaction only if they are halves of one here, too: so strips
-// begin with one, as most do in memory.
+// Both halves of a 32-byte sector are copied in one transaction only if they are halves of one sector in shared memory,
+// too; so a strip begins with a sector there, as most strips do in global memory.
 struct alignas(MAPPED ? 128 : 32) Strip {
     static constexpr int APART = NARROW ? NARROW / VEC : widest_pitch() / int(sizeof(Item));
     static constexpr int SIZE = NARROW || PITCHED ? STRIP * APART : 32 * ROWS;
     static constexpr int PER_PIECE = 16 / sizeof(Item), PIECES = (SIZE + PER_PIECE - 1) / PER_PIECE + 1;
-    static constexpr int ALL = PIECES * PER_PIECE;  // elements of the pieces
+    static constexpr int ALL = PIECES * PER_PIECE;  // elements of all pieces
     static constexpr bool HALVES = sizeof(Item) < 4 && !EXCHANGED;
     PackType<HALVES ? 4 : sizeof(Item)>::type element[NARROW || PITCHED ? PIECES * PER_PIECE + LANES : SIZE];
 
-    // Where it begins in memory, with NARROW 16 bytes further for each lane before this one.
+    // The address of the strip in global memory; with NARROW, plus 16 bytes for each lane before this one.
     static __device__ Item* memory(const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead) {
         if (KEEPS_ADDRESSES) return reinterpret_cast<Item*>(rows.tile(chunk));
         const Index row = Index(at.start(chunk, ahead)) * (NARROW ? NARROW : x.time);
@@ -70,14 +70,14 @@ struct alignas(MAPPED ? 128 : 32) Strip {
         const auto address = reinterpret_cast<unsigned long long>(memory(at, x, rows, chunk, ahead));
         return unsigned(address % 16) / sizeof(Item);
     }
-    // Of this thread's row u of input k.
+    // The index in `element` of this thread's first channel in row u of input k.
     static __device__ int place(const Place& at, int u, int shift, int k = 0) {
         if (!NARROW && !PITCHED && !MAPPED) return 32 * u + at.lane;
         const int row = at.segment * ROWS, first = at.descending ? STRIP - 1 - row : row;
         const int apart = MAPPED ? LANES : NARROW ? APART : pitch(k) / int(sizeof(Item));
         return shift + first * apart + at.lane % LANES + u * (at.descending ? -apart : apart);
     }
-    // This thread's channels there.
+    // Load this thread's channels from an index.
     __device__ Bits get(int place) const {
         Bits bits = element[place];
 #pragma unroll
@@ -89,14 +89,14 @@ struct alignas(MAPPED ? 128 : 32) Strip {
 #pragma unroll
         for (int v = 1; v < ITEMS; ++v) element[place + v * NEXT] = bits >> 8 * sizeof(Item) * v;
     }
-    // Clip a range of elements, relative to the first piece, to those of the sequence.
+    // Clip a range of elements, relative to the first piece, to the elements of the sequence.
     static __device__ void clip(const Place& at, int chunk, int ahead, int skipped, int& begin, int& end) {
         const Index head = skipped - Index(at.start(chunk, ahead)) * APART, tail = head + Index(at.p.steps) * APART;
         begin = head > begin ? int(head < ALL ? head : ALL) : begin;
         end = tail < end ? int(tail > 0 ? tail : 0) : end;
     }
-    // Call move(k, from, low, high) for each piece k of a part: elements low to high of the piece at `from` are within
-    // the sequence (clipped only if CHECKED) and, if OWN, within the strip.
+    // Call move(k, from, low, high) for each piece k of a part of the strip.  The elements from `low` to `high` of the
+    // piece at `from` are within the sequence (checked only if CHECKED) and, if OWN, within the strip.
     template <bool CHECKED, bool OWN, typename Move>
     static __device__ void pieces(
         const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead, int part, Move move
@@ -105,7 +105,7 @@ struct alignas(MAPPED ? 128 : 32) Strip {
         const int skipped = shift(at, x, rows, chunk, ahead);
         int begin = OWN ? skipped : 0, end = OWN ? skipped + SIZE : ALL;
         if (CHECKED) clip(at, chunk, ahead, skipped, begin, end);
-        // The piece between two parts is copied with the part scanned first, and stored with the other.
+        // The piece between two parts is copied with the part that is scanned first, and stored with the other.
         const int place = at.descending ? PARTS - 1 - part : part, rest = at.descending == OWN ? PER_PIECE - 1 : 0;
         const int origin = place == 0 ? 0 : (skipped + place * OF_PART + rest) / PER_PIECE;
         const int bound = (skipped + (place + 1) * OF_PART + (place == PARTS - 1 ? PER_PIECE - 1 : rest)) / PER_PIECE;
@@ -124,7 +124,7 @@ struct alignas(MAPPED ? 128 : 32) Strip {
         const Tensor x = at.p.input(k);
         const int ahead = BACKWARD && k == PREVIOUS;  // h[t-1] belongs to the next step in scan order
         if constexpr (NARROW) {
-            // A piece may begin before the sequence, as it is within its tensor's memory, but not end after it.
+            // A piece may begin before the sequence, which is still within the tensor's memory, but not end after it.
             pieces<CHECKED, false>(at, x, rows, chunk, ahead, part, [&](int n, const Item* from, int low, int high) {
                 auto* const to = &element[n * PER_PIECE];
                 if (!CHECKED || (low < PER_PIECE && high == PER_PIECE)) copy_async<16>(to, from);
@@ -168,12 +168,12 @@ struct alignas(MAPPED ? 128 : 32) Strip {
             }
         }
     }
-    // By a tensor map, one thread's call: steps before or after all are zero.
+    // Copy the strip by a tensor map, called by one thread; steps outside the sequence are zero.
     __device__ void fetch(const Place& at, int k, Barrier& arrival, int chunk) {
         start_copy(shared_address(element), at.p.map(k), at.group * GROUP,
                    at.start(chunk, BACKWARD && k == PREVIOUS), at.batch, at.direction, shared_address(&arrival));
     }
-    // Store the elements before the first whole piece and after the last, one a lane.
+    // Store the elements before the first whole piece and after the last one, one per lane.
     template <bool CHECKED> __device__ void store_ends(const Place& at, Item* memory, int chunk, int skipped) {
         int begin = skipped, end = skipped + SIZE;
         if (CHECKED) clip(at, chunk, 0, skipped, begin, end);
@@ -186,7 +186,8 @@ struct alignas(MAPPED ? 128 : 32) Strip {
     // Store a part of the strip, whose first element is at `offset`.
     template <bool CHECKED>
     __device__ void store(const Place& at, const Tensor& x, const Rows& rows, int chunk, int part, int offset) {
-        const int later = ALIGNED ? 0 : offset - shift(at, x, rows, chunk, 0);  // than in memory, relative to a piece
+        // How many elements further into its pieces the strip begins here than in global memory.
+        const int later = ALIGNED ? 0 : offset - shift(at, x, rows, chunk, 0);
         sync_abreast();
         pieces<CHECKED, true>(at, x, rows, chunk, 0, part, [&](int k, Item* to, int low, int high) {
             const Item* const from = &element[k * PER_PIECE + later];
@@ -199,11 +200,11 @@ struct alignas(MAPPED ? 128 : 32) Strip {
         });
         if (STAYS) return;
         if (CHECKED || !ALIGNED) store_ends<CHECKED>(at, memory(at, x, rows, chunk, 0), chunk, offset);
-        sync_abreast();  // before the next tile's results
+        sync_abreast();  // before the results of the next tile are written
     }
 };
 
-// A part of the strips of all inputs.
+// Copies a part of the strips of all inputs.
 template <bool CHECKED>
 __device__ inline void fetch_strips(
     const Place& at, const Memory& memory, Strip (&strips)[INPUTS], int chunk, int part
@@ -211,14 +212,14 @@ __device__ inline void fetch_strips(
 #pragma unroll(CHECKED && NARROW && !STAYS ? 1 : INPUTS)  // the CHECKED path is rare: keep its code small
     for (int k = 0; k < INPUTS; ++k)
         if (at.p.has_input(k)) {
-            if constexpr (CHECKED && KEEPS_ADDRESSES) {  // a loop cannot index registers, in which `memory` is
+            if constexpr (CHECKED && KEEPS_ADDRESSES) {  // `memory` is in registers, which a loop cannot index
                 const Rows rows(at, at.p.input(k), BACKWARD && k == PREVIOUS);
                 strips[k].fetch<CHECKED>(at, k, rows, chunk, part);
             } else strips[k].fetch<CHECKED>(at, k, memory.input[k], chunk, part);
         }
 }
 
-// Whole strips by tensor maps, one thread's call.
+// Copies the whole strips of all inputs by tensor maps; called by one thread.
 __device__ inline void fetch_strips(const Place& at, Strip (&strips)[INPUTS], Barrier& arrival, int chunk) {
     int bytes = 0;
 #pragma unroll
@@ -229,30 +230,31 @@ __device__ inline void fetch_strips(const Place& at, Strip (&strips)[INPUTS], Ba
         if (at.p.has_input(k)) strips[k].fetch(at, k, arrival, chunk);
 }
 
-// The highest bit of each of four bytes that is not zero.
+// The highest bit of each of the four bytes is set where the byte is not zero.
 __device__ inline unsigned high_bits(unsigned bytes) {
     return ((bytes & 0x7f7f7f7f) + 0x7f7f7f7f | bytes) & 0x80808080;
 }
 
-// A warp's steps of the mask of resets, in shared memory if they are many: a byte each, in the order of time.
+// The bytes of the mask of resets for the steps of a warp, in the order of time; in shared memory if there are many.
 struct alignas(16) Mask {
     static constexpr bool COPIED = MASK && STRIP > 96 && !ZEROES, GAPLESS = MASK == 2 && PACKING != OFFSETS;
-    static constexpr int PIECES = (STRIP + 36) / 16;  // the first at most 15 bytes early; a thread reads 6 past its own
+    // The first piece begins up to 15 bytes early, and a thread reads up to 6 bytes past its own.
+    static constexpr int PIECES = (STRIP + 36) / 16;
     unsigned char byte[COPIED ? 16 * PIECES : 1];
 
     static __device__ const unsigned char* sequence(const Place& at) {
         return KEEPS_ADDRESSES ? at.resets : at.resets_of_sequence();
     }
-    // Of step `i` in the order of the scan.
+    // The byte of step `i` in scan order.
     static __device__ unsigned of_step(const Place& at, int i) {
         const int t = at.time(i);
         return sequence(at)[GAPLESS ? t : (PACKING == OFFSETS ? at.p.bounds[t] : t) * at.p.resets_time];
     }
-    // The offset of the warp's steps in an aligned piece.
+    // The offset of the warp's first byte in its aligned piece.
     template <int BYTES = 16> static __device__ int shift(const Place& at, int chunk) {
         return GAPLESS ? unsigned(reinterpret_cast<unsigned long long>(sequence(at)) + at.start(chunk)) % BYTES : 0;
     }
-    // Aligned pieces have bytes of the sequences before and after, too.
+    // Copy a tile's bytes in aligned pieces, which may include bytes of adjacent sequences.
     __device__ void fetch(const Place& at, int chunk) {
         const Parameters& p = at.p;
         const int from = at.start(chunk) - shift(at, chunk);
@@ -273,11 +275,11 @@ struct alignas(16) Mask {
             }
         }
     }
-    // A bit for each of a thread's steps.
+    // The resets of a thread's steps, a bit each.
     __device__ unsigned of(const Place& at, int chunk) const {
         const int row = at.segment * ROWS, skipped = shift(at, chunk);
         unsigned bits = 0;
-        if constexpr (LANES < 4) {  // a thread reads its bytes
+        if constexpr (LANES < 4) {  // each thread reads the bytes of its steps
             constexpr int WORDS = (ROWS + 6) / 4;
             const int first = skipped + (at.descending ? STRIP - ROWS - row : row);
             const unsigned* const words = reinterpret_cast<const unsigned*>(byte) + first / 4;
@@ -291,7 +293,7 @@ struct alignas(16) Mask {
                 if (k % 2 || 4 * k + 4 >= ROWS) bits |= k < 2 ? eight >> 7 : eight << (4 * (k / 2 * 2) - 7);
             }
             if (at.descending) bits = __brev(bits) >> 32 - ROWS;
-        } else {  // a segment's lanes vote
+        } else {  // the lanes of a segment vote
 #pragma unroll
             for (int u = 0; u < ROWS; u += LANES) {
                 const int step = row + u + at.lane % LANES;

@@ -1,9 +1,9 @@
-// Messages between the blocks of a chain: a tile's aggregate or inclusive prefix.
+// Messages between the blocks of a chain: the aggregate or the inclusive prefix of a tile.
 //
 // The flag (`mark`) shares one 16-byte word with the data, and 16-byte accesses are single-copy atomic, so no fence is
-// needed.  Flags include the launch's epoch, so those of earlier launches are ignored and the memory is never cleared.
+// needed.  Flags include the epoch of the launch, so those of earlier launches are ignored and memory is never cleared.
 
-// COMPOSED: the aggregate; RESET: an aggregate that does not depend on earlier tiles; KNOWN: the inclusive prefix.
+// COMPOSED: an aggregate; RESET: an aggregate that does not depend on earlier tiles; KNOWN: an inclusive prefix.
 enum Mark : unsigned { ABSENT, COMPOSED, RESET, KNOWN, MARKS };
 struct alignas(16) Message {
     union {

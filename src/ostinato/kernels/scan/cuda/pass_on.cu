@@ -1,9 +1,10 @@
-// Carries a state through the reduced shards h -> P*h + L in order; returns the state entering shard `of` and the last.
+// Carries a state through shards that are reduced to h -> P*h + L, in order; writes the state that enters shard `of`
+// and the last state.
 
 using Index = long long;
 
 struct Parameters {
-    const double* P;  // (parts, numbers), rows `stride` apart, as are L's
+    const double* P;  // (parts, numbers); the rows of P, and of L, are `stride` elements apart
     const double* L;
     const Scalar* start;  // (numbers), or null: zero
     Scalar* before;       // the state entering shard `of`

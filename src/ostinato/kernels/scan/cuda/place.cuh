@@ -1,7 +1,7 @@
-// Where a thread is in its chain, and its rows in memory.
+// The place of a thread in its chain, and the addresses of its rows.
 
-// Narrow sequences have tiles so small that most instructions would compute addresses: the compiler prefers that to the
-// registers they take.  Where a block has these to spare, addresses are made values whose origin it does not see.
+// Narrow sequences have tiles so small that most instructions would compute addresses: the compiler recomputes these to
+// save registers.  Where a block has registers to spare, the origin of the addresses is hidden from the compiler.
 constexpr bool KEEPS_ADDRESSES = NARROW && !CHAINED;
 template <typename T> __device__ inline T* keep_address(T* x) {
     asm("" : "+l"(x));
@@ -13,9 +13,9 @@ template <typename T> __device__ inline T* keep_address(T* x) {
 struct Place {
     const Parameters& p;
     int batch, direction, group, warp, lane, segment, channel;
-    bool inside;      // this lane's first channel exists, and with it all of a vector
-    bool descending;  // the scan runs backward in time
-    const unsigned char* resets;  // of the sequence, with MASK and KEEPS_ADDRESSES
+    bool inside;      // whether this lane's first channel exists, and with it all channels of a vector
+    bool descending;  // whether the scan runs backward in time
+    const unsigned char* resets;  // the sequence's part of the mask, with MASK and KEEPS_ADDRESSES
 
     __device__ Place(const Parameters& p, int chain) : p(p) {
         const int groups = NARROW ? 1 : (p.channels + GROUP - 1) / GROUP;
@@ -26,8 +26,8 @@ struct Place {
         batch = chain / groups % p.batch, direction = chain / groups / p.batch;
 #endif
         warp = threadIdx.x / ABREAST, lane = threadIdx.x % ABREAST;
-        asm("" : "+r"(warp), "+r"(lane));  // or the compiler re-reads the slow special register at every use
-        // A constant saves registers.  Where tiles stay, CUDA 13.0's compiler makes illegal instructions of it.
+        asm("" : "+r"(warp), "+r"(lane));  // otherwise the compiler re-reads the slow special register at every use
+        // A constant saves registers.  With STAYS, the compiler of CUDA 13.0 generates illegal instructions for it.
         if (KEEPS_ADDRESSES && WARPS == 1) warp = 0;
         segment = lane / LANES;
         channel = group * GROUP + lane % LANES * NEXT_LANE;
@@ -39,12 +39,12 @@ struct Place {
 #endif
         if (MASK && KEEPS_ADDRESSES) resets = keep_address(resets_of_sequence());
     }
-    // Whether the lane's channel v exists.
+    // Whether this lane's channel v exists.
     __device__ bool has(int v) const { return PITCHED && v > 0 ? channel + v * NEXT < p.channels : inside; }
     __device__ int chain() const {
         return (direction * p.batch + batch) * (NARROW ? 1 : (p.channels + GROUP - 1) / GROUP) + group;
     }
-    // The first step in time, `ahead` steps later in scan order, of the warp's steps of a tile.
+    // The first step in time of the warp's steps of a tile, shifted by `ahead` steps in scan order.
     __device__ int start(int chunk, int ahead = 0) const {
         const int i = chunk * TILE + warp * STRIP + ahead;
         return descending ? p.steps - i - STRIP : i;
@@ -58,11 +58,11 @@ struct Place {
     }
     // Whether all steps of the tile exist.
     __device__ bool whole(int chunk) const { return PACKING != OFFSETS && (chunk + 1) * TILE <= p.steps; }
-    // Whether everything copied for the tile is within its tensors, including what alignment adds after it.
+    // Whether all that is copied for the tile is within its tensors, including what alignment adds after the tile.
     __device__ bool inner(int chunk) const {
         if (NARROW && !CHAINED && batch >= p.outer && batch < p.batch - p.outer) return true;
         const bool last = descending ? chunk == 0 : (chunk + 1) * TILE + 16 >= p.steps;  // in time
-        const bool exact = ALIGNED && (descending || !BACKWARD);  // no piece ends after the tile
+        const bool exact = ALIGNED && (descending || !BACKWARD);  // then no piece ends after the tile
         if ((NARROW || PITCHED) && last && !exact) return false;
         return PACKING != OFFSETS && (chunk + 1) * TILE + BACKWARD <= p.steps;
     }
@@ -76,26 +76,26 @@ struct Place {
         return p.resets + batch * p.resets_batch + direction * p.resets_direction;
     }
     __device__ Scalar* sequence(const Tensor& x) const { return x.data + batch * x.batch + direction * x.direction; }
-    // The first element of a state: of sequence n of those packed, or joined in this one, which else is 0.
+    // The index of this thread's first channel in the states; n is the index of a packed or joined sequence, else 0.
     __device__ Index state(int n) const {
         const int before = JOINED ? batch * (p.steps / p.period) : direction * p.batch + batch;
         return Index(PACKING == CU_SEQLENS ? n : before + n) * p.channels + channel;
     }
 };
 
-// This thread's rows of a tensor, `ahead` steps later.  With KEEPS_ADDRESSES, those of its warp: `first` is where the
-// strip begins, 16 bytes further for each lane before this one.
+// The addresses of this thread's rows of a tensor, shifted by `ahead` steps.  With KEEPS_ADDRESSES they are those of
+// its warp: `first` is where the strip begins, plus 16 bytes for each lane before this one.
 struct Rows {
-    const char* first;  // in the first tile; with OFFSETS, the address for a packed row number of 0
+    const char* first;  // the first row in the first tile; with OFFSETS, packed row 0
     Offset stride;
-    int local;  // step of the first row within a tile
+    int local;  // the step of the first row within a tile
     bool inside;
 
     __device__ Rows() {}
     __device__ Rows(const Place& at, const Tensor& x, int ahead, int row = 0)
         : local(at.first(0) + ahead + row), inside(at.inside) {
         const Index step = KEEPS_ADDRESSES ? at.start(0, ahead) : PACKING == OFFSETS ? 0 : at.time(local);
-        // Lanes without channels may read the first.
+        // Lanes without channels may read the group's first channel.
         const int channel = KEEPS_ADDRESSES ? 0 : inside ? at.channel : at.group * GROUP;
         const Index apart = KEEPS_ADDRESSES ? NARROW : x.time;
         first = reinterpret_cast<const char*>(at.sequence(x) + channel + step * apart);
@@ -115,13 +115,13 @@ struct Rows {
     }
 };
 
-// Addresses of a thread's rows of all tensors, computed once for all tiles.
+// The addresses of a thread's rows of all tensors, computed once for all tiles.
 struct Memory {
     Rows input[INPUTS], output[OUTPUTS];
 
     __device__ explicit Memory(const Place& at) {
         Place piece = at;
-        if (COPIED_PACKS > 1) {  // a lane copies 16 bytes of a row, not its own steps; a warp copies as many rows
+        if (COPIED_PACKS > 1) {  // a lane copies 16 bytes of any of its warp's rows, not its own steps
             constexpr int PER_ROW = LANES / COPIED_PACKS;
             piece.segment = at.lane / PER_ROW % SEGMENTS;
             piece.channel = at.group * GROUP + at.lane % PER_ROW * (COPIED_PACKS * VEC);

@@ -1,7 +1,7 @@
-// ZEROES: a thread's steps of a tile again, where a coefficient of zero met a state that was not finite.
+// ZEROES: scanning a thread's steps of a tile again, where a coefficient of zero met a state that was not finite.
 
-// Computes the results from memory, with a test for each step, when the other threads have stored theirs: not inlined,
-// as what is hardly ever needed would cost registers.
+// Recomputes the results from global memory, with a test for a reset at each step, after the other threads have stored
+// theirs.  It is not inlined, as code that is hardly ever needed would cost registers.
 static __device__ __noinline__ void rescan(
     const Parameters& p, int chain, int chunk, unsigned resets, Channels state
 ) {

@@ -1,25 +1,27 @@
-// JOINED: a bit for each of a thread's steps that is `before` steps before the first of a sequence, in scan order.
+// JOINED: the bits of a thread's steps that are `before` steps before the first step of a sequence, in scan order.
 __device__ inline unsigned sequence_starts(const Place& at, int chunk, int before) {
     const int period = at.p.period, step = at.first(chunk) + before;
-    const int since = step - int(__umulhi(2 * step + 1, at.p.reciprocal)) * period;  // of the sequence's first
+    const int since = step - int(__umulhi(2 * step + 1, at.p.reciprocal)) * period;  // steps since the sequence began
     unsigned bits = 0;
 #pragma unroll 1
     for (int u = since ? period - since : 0; u < ROWS; u += period) bits |= 1u << u;
     return bits & at.existing(chunk);
 }
 
-// The steps before which the state is reset.  A warp's lanes load the bytes of its steps long before use, since loads
-// queue behind the copies, and a vote makes bits of them; of many steps they are copied with the tile, or with ZEROES
-// each lane loads several and shuffles pass their bits on.
+// The steps before which the state is reset, by the mask and where joined sequences begin.  The lanes of a warp load
+// the mask's bytes for its steps long before use, since loads queue behind the copies, and a vote turns them into bits.
+// If the steps are many, their bytes are copied with the tile, or, with ZEROES, each lane loads several bytes, and
+// shuffles exchange the bits.
 struct Resets {
     static constexpr bool SEVERAL = MASK && ZEROES && STRIP > 32, LOADED = MASK && !Mask::COPIED && !SEVERAL;
-    static constexpr int TILES = STRIP <= 32 && !CHAINED && CLUSTER == 1 ? 32 / STRIP : 1;  // loaded at once
-    // Whether a block that looks back loads them before that: where there is a register for them meanwhile.
+    static constexpr int TILES = STRIP <= 32 && !CHAINED && CLUSTER == 1 ? 32 / STRIP : 1;  // tiles loaded at once
+    // Whether a block loads the next tile's resets before it looks back: if a register can hold them meanwhile.
     static constexpr bool EARLY = ZEROES || (PACKING == CU_SEQLENS && NARROW_SCALAR);
-    static constexpr int BYTES = STRIP <= 249 ? 8 : STRIP <= 497 ? 16 : 32;  // of a lane, the first's partly before
+    // The bytes of a lane; those of lane 0 may begin before the strip.
+    static constexpr int BYTES = STRIP <= 249 ? 8 : STRIP <= 497 ? 16 : 32;
     static constexpr int WORDS = LOADED ? (STRIP + 31) / 32 : SEVERAL ? BYTES / 4 : 1;
     static_assert(!SEVERAL || STRIP + BYTES - 1 <= 32 * BYTES);
-    unsigned word[WORDS] = {};  // bytes; after share(), bits
+    unsigned word[WORDS] = {};  // bytes as loaded; bits after share()
 
     __device__ void load(const Place& at, int chunk) {
         if constexpr (LOADED) {
@@ -64,7 +66,7 @@ struct Resets {
             word[0] = bits;
         }
     }
-    // A bit for each of a thread's steps.
+    // The resets of a thread's steps, a bit each.
     __device__ unsigned of(const Place& at, const Shared& shared, int stage, int chunk) const {
         return of_mask(at, shared, stage, chunk) | (JOINED ? sequence_starts(at, chunk, BACKWARD) : 0);
     }

@@ -1,52 +1,54 @@
-// One scan kernel for every operation in elements.cuh.
+// The scan kernel, for every operation in elements.cuh.
 //
 // A chain is GROUP adjacent channels of one sequence, cut along time into tiles.  In a tile every thread scans ROWS
-// consecutive steps of VEC channels, adjacent or, if rows begin anywhere, LANES apart; LANES lanes of a warp span the
-// channels, so a warp covers SEGMENTS = 32 / LANES segments of time, and a block's WARPS warps are consecutive in time:
+// consecutive steps of VEC channels, adjacent or, if rows are unaligned (PITCHED), LANES apart; LANES lanes of a warp
+// span the channels, so a warp covers SEGMENTS = 32 / LANES segments of time, and a block's WARPS warps are consecutive
+// in time:
 //
 //     tile = WARPS x SEGMENTS x ROWS steps,   GROUP = LANES * VEC channels
 //
-// A `chunk` is the number of a tile in its chain, which has `chunks` of them.
+// A `chunk` is the index of a tile in its chain, which has `chunks` tiles.
 //
-// More than 32 LANES are several warps abreast, which count as one.
+// If LANES exceeds 32, several warps side by side ("abreast") span the channels, and count as one.
 //
 // Each thread reduces its steps to one composition (a, b); these are scanned by shuffles within a warp and through
 // shared memory between warps; then each thread replays its steps from the state they start in.  The three algorithms
 // differ only in where a tile's carry (the state before its first step) comes from:
 //
 //   streaming        one block per chain scans its tiles in order and keeps the carry in registers.  Best with enough
-//   (CHAINED 0)      channels to fill the GPU: blocks do not communicate.  With half as many, the blocks of a cluster
-//                    take a chain's tiles in turn (CLUSTER blocks), and send each other the aggregates of every round.
+//   (CHAINED 0)      channels to fill the GPU: blocks do not communicate.  With half as many channels, the blocks of a
+//                    cluster (CLUSTER blocks) take a chain's tiles in turn, and exchange the aggregates of every round.
 //   interleaved      few channels: P blocks share a chain, each scanning every P-th tile.  A block publishes the
-//   (CHAINED 1)      aggregate of its next tile before it finishes the current one, and composes the aggregates of the
-//                    others' tiles since its own last to get its carry.  If there are as many blocks as tiles, these
-//                    stay in shared memory, where the results are put, too (STAYS 1).
-//   look-back        in between: blocks begin with the tile of their own number and draw others, of any chain, from a
-//   (CHAINED 1,      counter, which balances the load; they get the carry by decoupled look-back over the aggregates
+//   (CHAINED 1)      aggregate of its next tile before it finishes the current one; it gets the current tile's carry by
+//                    composing the aggregates of the other blocks' tiles since its own previous tile.  If there are as
+//                    many blocks as tiles, the tiles stay in shared memory and results replace inputs (STAYS 1).
+//   look-back        in between: a block begins with the tile of its own index and draws others, of any chain, from a
+//   (CHAINED 1,      counter, which balances the load; it gets the carry by decoupled look-back over the aggregates
 //    LOOKS_BACK 1)   and inclusive prefixes of earlier tiles (single-pass scan; Merrill & Garland 2016).
 //
-// A cooperative launch makes all blocks of a chain resident, as they wait for each other.
+// The blocks of a chain wait for each other, so a cooperative launch makes all of them resident.
 //
-// Look-back cannot deadlock then: every block begins with its first tile at once, the others are drawn in order, and
-// each block finishes its tiles in order, so all tiles below one that is begun belong to running blocks; a tile waits
-// only on lower ones; and the lowest unfinished tile, which its block is working on, waits on none.  Results are
+// Look-back cannot deadlock then: every block begins with its first tile at once, further tiles are drawn in order, and
+// each block finishes its tiles in order, so all tiles before one that has begun belong to running blocks; a tile waits
+// only for earlier ones; and the earliest unfinished tile, which its block is working on, waits for none.  Results are
 // deterministic: however far a block looks back, the state runs forward through the same sequence of multiply-adds.
 //
 // Interleaved blocks wait only for aggregates, which depend only on inputs, so they cannot deadlock.  The order of all
 // products and sums depends only on the number of blocks, so results are deterministic on one GPU.
 //
-// Later tiles are prefetched to shared memory while the current one is scanned.
+// Later tiles are prefetched into shared memory while the current one is scanned.
 //
-// Short sequences of few channels that lie one behind the other are scanned as one, which is reset where each begins
-// (JOINED).
+// Short sequences of few channels that follow one another in memory are scanned as one sequence, with a reset where
+// each of them begins (JOINED).
 //
 // Steps are numbered in scan order.  Steps outside the sequence (ragged ends, shorter packed sequences) act as the
 // identity.
 //
-// Compiled before this file, in this order: barriers.cuh, elements.cuh (the operations), messages.cuh, tile.cuh,
-// composition.cuh, place.cuh, copies.cuh, cluster.cuh, shared.cuh, resets.cuh, steps.cuh, rescan.cuh and chain.cuh.
+// Compiled before this file, in this order: numeric.cuh, barriers.cuh, elements.cuh (the operations), messages.cuh,
+// tile.cuh, composition.cuh, place.cuh, copies.cuh, cluster.cuh, shared.cuh, resets.cuh, steps.cuh, rescan.cuh and
+// chain.cuh.
 
-// Sum the parameters' gradients over the block's segments, then warps, in a fixed order, into the block's own row.
+// Sums the parameters' gradients over a block's segments, then over its warps, in a fixed order, into the block's row.
 __device__ inline void store_sums(const Place& at, Shared& shared, int part, Sums& sums) {
 #pragma unroll
     for (int k = 0; k < PARAMETERS; ++k)
@@ -68,6 +70,7 @@ __device__ inline void store_sums(const Place& at, Shared& shared, int part, Sum
     }
 }
 
+// Computes what depends on the parameters of this thread's channels alone.
 __device__ inline void prepare(const Place& at, OfChannels& of_channels) {
     const Parameters& p = at.p;
 #pragma unroll
@@ -81,7 +84,7 @@ __device__ inline void prepare(const Place& at, OfChannels& of_channels) {
     }
 }
 
-// Replay a composed tile from `state`, the carry, which becomes the state after it.
+// Replays a composed tile from the carry `state`, which becomes the state after the tile.
 __device__ inline void apply(
     const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, const Steps& steps,
     const Composition& before, Channels& state, Sums& sums
@@ -101,7 +104,7 @@ __device__ inline void apply(
     }
     if (SEGMENTS > 1) before.carry(mine);
     const Channels first = mine;
-#pragma unroll(KEPT_ROWS ? PARTS : 1)  // for the kept to be in registers
+#pragma unroll(KEPT_ROWS ? PARTS : 1)  // keeps `steps.kept` in registers
     for (int part = 0; part < PARTS; ++part) {
         const bool unchecked = at.whole(chunk) && !steps.bounded;
         if (unchecked && steps.apply<false>(at, memory, shared, buffer, chunk, part, mine, sums)) continue;
@@ -119,8 +122,8 @@ __device__ inline void read(
     if (!STAYS && (EXCHANGED || Mask::COPIED)) sync_abreast();
 }
 
-// Copy a tile.  The first ones of blocks that share a narrow sequence are copied with checks: they have many others, so
-// that one copy of the faster path's code is enough.
+// Copies a tile to shared memory.  The first tiles of blocks that share a narrow sequence are copied with checks, so
+// that the code of the unchecked path is generated only once: it matters for the many later tiles only.
 template <bool FIRST = false>
 __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shared, int stage, int chunk, int chunks) {
     if constexpr (MAPPED) {
@@ -141,7 +144,7 @@ __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shar
     }
 }
 
-// Streaming: one block scans all tiles of its chain, or the blocks of a cluster in turn.
+// Streaming: one block scans all tiles of its chain, or the blocks of a cluster take them in turn.
 __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
     const Place at(p, blockIdx.x / CLUSTER);
     const int rank = blockIdx.x % CLUSTER;
@@ -151,7 +154,7 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
     }
     const Memory memory(at);
     Resets resets, later;
-    later.load(at, rank);  // before the copies, behind which it would queue
+    later.load(at, rank);  // before the copies, as it would queue behind them
 #pragma unroll 1
     for (int stage = 0; stage < STAGES; ++stage) fetch<true>(at, memory, shared, stage, rank + stage * CLUSTER, chunks);
     OfChannels of_channels;
@@ -177,7 +180,7 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         const Composition before = shared.tile[buffer].scan_warp(at, steps.compose(at, shared, buffer, chunk));
         __syncthreads();
-        const int left = chunks - (chunk - rank), count = left < CLUSTER ? left : CLUSTER;  // of blocks with a tile
+        const int left = chunks - (chunk - rank), count = left < CLUSTER ? left : CLUSTER;  // blocks that have a tile
         if constexpr (CLUSTER > 1) {
             Inbox& inbox = shared.inbox[0];
             if (threadIdx.x < LANES) inbox.send(buffer, rank, count, shared.tile[buffer].scan_warps());
@@ -189,10 +192,10 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
     if constexpr (SUMS) store_sums(at, shared, rank, sums);
 }
 
-// Carry a state over the first `parts` compositions of others' tiles.
+// Carries a state over the first `parts` compositions of other blocks' tiles.
 __device__ inline void carry_over(const Compositions& others, int parts, Channels& state) {
     int part = 0;
-    if (const unsigned resets = others.resets() & (1u << parts) - 1) {  // nothing before the last counts
+    if (const unsigned resets = others.resets() & (1u << parts) - 1) {  // nothing before the last reset matters
         part = 32 - __clz(resets);
         state = others.of(part - 1, true).b;
     }
@@ -200,14 +203,14 @@ __device__ inline void carry_over(const Compositions& others, int parts, Channel
     for (; part < parts; ++part) others.of(part, false).carry(state);
 }
 
-// Interleaved, with as many blocks as tiles, which stay in shared memory.
+// Interleaved with as many blocks as tiles: each tile stays in shared memory.
 __device__ inline void stay(const Parameters& p, Shared& shared, int chunks) {
     const int chain = blockIdx.x / chunks, chunk = blockIdx.x - chain * chunks;
     const Place at(p, chain);
     const Memory memory(at);
     const Published published(p, chain, chunks);
     Resets resets;
-    resets.load(at, chunk);  // before the copies, behind which it would queue
+    resets.load(at, chunk);  // before the copies, as it would queue behind them
     fetch(at, memory, shared, 0, chunk, chunks);
     Channels state;
     load_state(at, p.initial, 0, state);
@@ -217,11 +220,11 @@ __device__ inline void stay(const Parameters& p, Shared& shared, int chunks) {
     read(at, memory, shared, 0, 0, chunk, {}, steps);
     const Composition before = shared.tile[0].scan_warp(at, steps.compose(at, shared, 0, chunk));
     __syncthreads();
-    if (at.warp == WARPS - 1) {  // which has the fewest aggregates to read
+    if (at.warp == WARPS - 1) {  // the last warp has the fewest aggregates to read
         const Composition all = shared.tile[0].scan_warps();
         if (chunks > 1) published.write(chunk, all);
     }
-    // The tiles before are divided among the warps.
+    // The earlier tiles are divided among the warps.
     const int share = (chunks - 1 + WARPS - 1) / WARPS, parts = chunk > 0 ? (chunks - 1 + share - 1) / share : 0;
     const int first = at.warp * share, end = first + share < chunk ? first + share : chunk;
     if (at.warp < parts) {
@@ -246,8 +249,8 @@ __device__ inline void interleave(const Parameters& p, Shared& shared, int chunk
     const Place at(p, chain);
     const Memory memory(at);
     const Published published(p, chain, chunks);
-    int next = first_tile;  // the tile to be composed
-    // The other blocks' tiles between two of this block's are divided among its segments.
+    int next = first_tile;  // the tile to be composed next
+    // The tiles of other blocks between two tiles of this block are divided among its segments.
     const int share = (companions - 1 + POLLERS - 1) / POLLERS, of_warp = SEGMENTS * share;
     const int parts = companions > 1 ? (companions - 1 + of_warp - 1) / of_warp : 0;
     if constexpr (MAPPED) {
@@ -270,7 +273,7 @@ __device__ inline void interleave(const Parameters& p, Shared& shared, int chunk
     Composition before;
     Sums sums = {};
     int sequence = -1;
-    // A tile's sequences are looked up a tile ahead, to overlap with other waits.
+    // The sequences of a tile are looked up one tile ahead, to overlap with other waits.
     if (PACKING == CU_SEQLENS && next < chunks) shared.find_sequences(at, next, 0, sequence);
     int parity = 0;
     for (int now = -1, since = 0, stage = 0, last = 0, buffer = 0;; since = now + 1, now = next, next += companions) {
@@ -297,7 +300,7 @@ __device__ inline void interleave(const Parameters& p, Shared& shared, int chunk
             composed = shared.tile[buffer].scan_warp(at, coming.compose(at, shared, buffer, next));
         }
         __syncthreads();
-        // By the last warp, which has the fewest aggregates to read.
+        // The last warp publishes, as it has the fewest aggregates to read.
         if (next < chunks && at.warp == WARPS - 1 && at.segment == 0) {
             const Composition all = shared.tile[buffer].scan_warps();
             if (companions > 1) published.write(next, all);
@@ -316,7 +319,7 @@ __device__ inline void interleave(const Parameters& p, Shared& shared, int chunk
                             if ((i += Prefetched::SIZE) >= end) break;
                             prefetched.load(published, i, end);
                         }
-                    } else {  // in one copy the compiler would not see what is the same for all threads
+                    } else {  // in a single copy the compiler would not see what is uniform across threads
                         prefetched.compose(published, first, end, between, true);
                         for (int i = first + Prefetched::SIZE; i < end; i += Prefetched::SIZE) {
                             prefetched.load(published, i, end);
@@ -337,7 +340,7 @@ __device__ inline void interleave(const Parameters& p, Shared& shared, int chunk
     if constexpr (SUMS) store_sums(at, shared, first_tile, sums);
 }
 
-// Look-back: after the tile of its own number, a block draws tiles of any chain from a counter, one ahead.
+// Look-back: after the tile of its own index, a block draws tiles of any chain from a counter, one tile ahead.
 __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, int chunks) {
     const int chains = (p.channels + GROUP - 1) / GROUP * p.batch * p.directions;
     struct Tile { int chain, chunk; };
@@ -370,7 +373,7 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         if (Mask::COPIED) steps.resets = later.of(at, shared, 0, chunk);
         read(at, Memory(at), shared, 0, buffer, chunk, of_channels, steps);
         const Composition before = shared.tile[buffer].scan_warp(at, steps.compose(at, shared, buffer, chunk));
-        if (threadIdx.x == 0) shared.drawn[buffer] = number;  // late, when the atomic has returned
+        if (threadIdx.x == 0) shared.drawn[buffer] = number;  // only here, as the atomic has returned by now
         __syncthreads();
         const Published published(p, tile.chain, chunks);
         Composition all;

@@ -14,6 +14,7 @@ from ostinato.kernels.scan.cuda.problem import Problem
 
 
 def along_channels(x: Tensor) -> Tensor:
+    """x, (B, T, D), or a copy, with contiguous channels."""
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
 
@@ -37,6 +38,7 @@ def states_like(x: Tensor, order: Order) -> Tensor:
 
 
 def last_state(b: Tensor, h0: Tensor | None, order: Order, zero: float) -> Tensor:
+    """The tensor to which the kernel writes the last state of each sequence."""
     if order.cu_seqlens is None:
         return b.new_empty(b.shape[0], b.shape[2])
     # The last state of an empty sequence is its initial state; the kernel does not write it.

@@ -1,6 +1,6 @@
 // The layout of a block's shared memory.
 
-// A composition as published: an aggregate or, in b, an inclusive prefix.
+// A composition as other blocks have published it: an aggregate, or an inclusive prefix in b.
 struct Known {
     Channels a, low, b;
 
@@ -10,7 +10,7 @@ struct Known {
     }
 };
 
-// One composition per warp.
+// A composition for each warp.
 struct Compositions {
     Channels a[WARPS][LANES], low[EXTENDED ? WARPS : 1][EXTENDED ? LANES : 1], b[WARPS][LANES];
     alignas(WARPS % 16 ? 4 : 16) bool reset[(WARPS + 3) / 4 * 4];
@@ -35,8 +35,8 @@ struct Compositions {
         if (EXTENDED) low[warp][slot] = whole.low;
         b[warp][slot] = whole.b;
     }
-    // In-place exclusive scan over the warps, by one segment.  Slot 0 gets the total, every other slot the composition
-    // of the warps before it; the resets stay those of each warp.
+    // Scan exclusively over the warps, in place; called by one segment.  Slot 0 gets the total, every other slot the
+    // composition of the warps before it; `reset` keeps the flags of the single warps.
     __device__ Composition scan_warps() {
         const unsigned resets = this->resets();
         Composition all = of(0, resets & 1);
@@ -49,11 +49,12 @@ struct Compositions {
         put(0, all);
         return all;
     }
-    // Scan the lanes' compositions over the warp's segments and store the warp's.  Returns the exclusive prefix.
+    // Scan the lanes' compositions over the warp's segments, and store that of the warp.  Returns the exclusive prefix.
     __device__ Composition scan_warp(const Place& at, Composition whole) {
         Composition before = Composition::none();
         if constexpr (SEGMENTS > 1) {
-            // Bits of the lanes with a reset, this segment's highest: nothing is composed across the nearest.
+            // The bits of lanes with a reset, shifted so that this segment's is the highest: compositions reach back to
+            // the nearest reset only.
             const unsigned resets =
                 FORGETS ? __ballot_sync(~0u, whole.reset) << (SEGMENTS - 1 - at.segment) * LANES : 0;
             const int since = __clz(resets), reach = FORGETS && since < at.lane ? since : at.lane;
@@ -78,7 +79,7 @@ struct Boundaries {
     static constexpr int STEPS = PACKING == CU_SEQLENS ? TILE : 1, WORDS = STEPS / 32 + 2;
     static constexpr int KEPT = PACKING == CU_SEQLENS ? 2048 : 1;
     unsigned bits[WORDS];
-    int sequence[STEPS];  // where the bit is set
+    int sequence[STEPS];  // valid where the bit is set
 
     __device__ void note(int i, int n) {
         atomicOr(&bits[i / 32], 1u << i % 32);
@@ -89,7 +90,7 @@ struct Boundaries {
 };
 static_assert(PACKING != CU_SEQLENS || Boundaries::WORDS <= THREADS);
 
-// An array that may have no elements, and then takes no memory to speak of.
+// An array that may have no elements, and then takes almost no memory.
 template <typename T, int COUNT> struct Array {
     T item[COUNT];
     __device__ T& operator[](int i) { return item[i]; }
@@ -102,8 +103,9 @@ struct Shared {
     Strip input[STAGES][WARPS][INPUTS];
     Array<Strip, NARROW && !STAYS ? WARPS : 0> output;
     Mask mask[Mask::COPIED ? STAGES : 1][Mask::COPIED ? WARPS : 1];
-    Compositions tile[BUFFERS + !LOOKS_BACK];  // interleaved, the last one is that of the tiles since the block's own
-    // Look-back: earlier tiles, nearest first, and their flags; the carry found; the tiles drawn.
+    // The warps' compositions of a tile.  Interleaved, the last ones are those of other blocks' tiles in between.
+    Compositions tile[BUFFERS + !LOOKS_BACK];
+    // Look-back: the earlier tiles, nearest first, and their flags; the carry that was found; the tiles drawn.
     Known window[LOOKS_BACK ? WINDOW : 1][LOOKS_BACK ? LANES : 1];
     unsigned seen[LOOKS_BACK ? POLLERS : 1];
     Channels found[LANES];
@@ -114,8 +116,9 @@ struct Shared {
     Array<Inbox, (CLUSTER > 1)> inbox;
     Array<Barrier, MAPPED ? WARPS : 0> arrival;  // of a warp's strips
 
-    // Find where sequences begin and end in a tile.  `first`, the sequence of the tile's first step in time, is
-    // searched from that of the block's previous tile, or from scratch if -1.  All threads of the block must call it.
+    // Find where sequences begin and end in a tile.  `first` becomes the sequence of the tile's first step in time; it
+    // is searched from that of the block's previous tile, or from scratch if it is -1.  Called by all threads of the
+    // block.
     __device__ void find_sequences(const Place& at, int chunk, int buffer, int& first) {
         const Parameters& p = at.p;
         const int origin = chunk * TILE, count = p.steps - origin < TILE ? p.steps - origin : TILE;
@@ -153,15 +156,16 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES);
 
+// All channels of a lane set to x.
 __device__ inline Pack filled(Compute x) {
-    if (x == 0) return 0;  // a constant, which conversion to 16 bits would not be
+    if (x == 0) return 0;  // a constant, which a conversion to 16 bits would not be
     Compute all[VEC];
 #pragma unroll
     for (int v = 0; v < VEC; ++v) all[v] = x;
     return pack(all);
 }
 
-// A lane's channels at one step, of which the first exists and is at `from`, or `to`.
+// Load or store a lane's channels at one step; the first channel, at `from` or `to`, must exist.
 __device__ inline Pack load_pack(const Place& at, const Scalar* from) {
     const Item* const items = reinterpret_cast<const Item*>(from);
     Pack bits = items[0];

@@ -1,7 +1,7 @@
-// The steps of one thread in a tile: read, reduced to a composition, and replayed from their initial state.
+// The steps of one thread in a tile: they are read, reduced to a composition, and replayed from their initial state.
 
-using OfChannels = Element::Channel[VEC];  // computed from the parameters of a thread's channels
-using Sums = Compute[OF_CHANNEL][VEC];     // of the gradients of the parameters
+using OfChannels = Element::Channel[VEC];  // what Element::prepare computes from the parameters of a thread's channels
+using Sums = Compute[OF_CHANNEL][VEC];     // partial sums of the parameters' gradients
 
 __device__ inline void copy(const Sums& from, Sums& to) {
 #pragma unroll
@@ -10,7 +10,7 @@ __device__ inline void copy(const Sums& from, Sums& to) {
         for (int v = 0; v < VEC; ++v) to[k][v] = from[k][v];
 }
 
-// One step of a thread's channels, made of its inputs.
+// Makes one step of a thread's channels from its inputs.
 __device__ inline void make_row(const Bits (&bits)[INPUTS], const OfChannels& of_channels, Step (&row)[VEC]) {
     Compute x[INPUTS][VEC];
 #pragma unroll
@@ -24,22 +24,23 @@ __device__ inline void make_row(const Bits (&bits)[INPUTS], const OfChannels& of
     }
 }
 
-// The steps of one thread in a tile.  Chained blocks hold two tiles' in registers; if `read` is cheap they are kept as
-// loaded (AS_LOADED), which halves the registers of 16-bit types.
+// The steps of one thread in a tile.  Chained blocks hold those of two tiles in registers.  If `read` is cheap, steps
+// are kept as they were loaded (AS_LOADED), which halves the registers for 16-bit types.
 struct Steps {
     static constexpr bool AS_LOADED = (CHAINED || CLUSTER > 1) && Element::RAW;
     static_assert(!STAYS || Element::RAW);
     Step step[AS_LOADED ? 1 : ROWS][VEC];
-    // Two inputs of 16 bits are kept in a register where a thread has more than it has registers for.
+    // Two 16-bit inputs share a register where a thread has more inputs than registers.
     static constexpr bool MANY = NARROW && !LOOKS_BACK && ROWS * INPUTS > 40;
     static constexpr int IN_WORD = AS_LOADED && MANY && sizeof(Pack) == 2 ? 2 : 1;
     Bits raw[AS_LOADED && !STAYS ? ROWS : 1][(INPUTS + IN_WORD - 1) / IN_WORD];
     unsigned kept[KEPT_ROWS ? KEPT_ROWS : 1];  // both inputs of a row
     int shift[INPUTS];      // of the strips
-    unsigned resets;        // bits of the steps before which, in the forward's order, the state is reset
+    unsigned resets;        // bits of the steps before which, in the order of the forward pass, the state is reset
     unsigned begins, ends;  // CU_SEQLENS: bits of the first and last steps of sequences
-    bool lost = false;      // ZEROES: to be scanned again
-    bool bounded;           // whether the warp's steps have any; of a short strip, if not FOLDED, also if any is reset
+    bool lost = false;      // ZEROES: whether the steps must be scanned again
+    // Whether a sequence begins or ends in the warp's steps; with SELDOM_RESET, unless FOLDED, also if one is reset.
+    bool bounded;
 
     __device__ void keep(int u, const Bits (&bits)[INPUTS]) {
 #pragma unroll
@@ -47,7 +48,8 @@ struct Steps {
             if (k % IN_WORD) raw[u][k / IN_WORD] = __byte_perm(bits[k - 1], bits[k], 0x5410);
             else raw[u][k / IN_WORD] = bits[k];
     }
-    static __device__ constexpr int replaced(int output) { return output < PLAIN ? output : GRAD; }  // STAYS: input
+    // STAYS: the input whose place in shared memory an output takes.
+    static __device__ constexpr int replaced(int output) { return output < PLAIN ? output : GRAD; }
     __device__ void get(const Place& at, const Shared& shared, int u, Step (&row)[VEC]) const {
         const OfChannels nothing = {};
         if constexpr (STAYS) {
@@ -69,18 +71,19 @@ struct Steps {
         }
     }
 
-    // A short strip seldom has a reset: the warp then takes a path without tests for them, unless registers are too few
-    // for two paths.  Packed sequences have such paths for their ends already, and take this one only where they fold.
+    // A short strip seldom has a reset: without one, the warp takes a path without tests, unless registers are too few
+    // for two paths.  Packed sequences have two paths already, for the ends of sequences, and use them for resets only
+    // if FOLDED.
     static constexpr bool TWO_PATHS = LOOKS_BACK ? !(AS_LOADED && BACKWARD && NARROW_SCALAR) : !CHAINED;
     static constexpr bool TESTS = RESETS && !ZEROES;
     static constexpr bool FOLDS_PACKED = LOOKS_BACK && Element::RAW && NARROW_SCALAR;
     static constexpr bool SELDOM_RESET = TESTS && STRIP <= 32 && (PACKING == CU_SEQLENS ? FOLDS_PACKED : TWO_PATHS);
-    // Looking back, the steps of a generated operation, or of packed sequences of 16 bits, get a coefficient of zero
-    // where they are reset: that forgets every state that is finite, and only where one is not, its warp takes the path
-    // with tests.
+    // With look-back, the steps of a generated operation, or of packed sequences in 16 bits, get a coefficient of zero
+    // where they are reset: that forgets every finite state, and a warp takes the path with tests only if a state is
+    // not finite.
     static constexpr bool FOLDED = SELDOM_RESET && LOOKS_BACK && (PACKING == CU_SEQLENS || !Element::RAW);
     template <bool TESTED = true> __device__ bool is_reset(int u) const { return TESTS && TESTED && resets >> u & 1; }
-    // Whether a coefficient of zero did not reset this state, or may not have.
+    // Whether a coefficient of zero has not reset this state, or may not have.
     __device__ bool remembers(const Channels& state) const {
         bool finite = true;
 #pragma unroll
@@ -104,12 +107,12 @@ struct Steps {
         bounded |= __any_sync(~0u, begins | ends) != 0;
     }
 
-    // Whether the zero state before a reset step is written to shared memory, where there is one, and not selected at
-    // every step: a warp of many segments has several, one after the other.
+    // Whether the zero state before a step with a reset is written to shared memory, rather than selected at every
+    // step.  A warp of many segments would write several, one after the other.
     static constexpr bool PUTS_RESETS = RESETS && (STAYS || SELDOM_RESET || LANES >= (ZEROES ? 32 : 4));
 
-    // Backward, of some rows: write h0 as h[t-1] of a sequence's first step in time, and the zero state as that of a
-    // reset step unless `read` selects it.
+    // Backward, for some rows: write h0 as the h[t-1] of a sequence's first step in time, and the zero state as the
+    // h[t-1] of a step with a reset, unless `read` selects it.
     __device__ void put_states_before(
         const Place& at, const Shared& shared, int buffer, int chunk, Strip& strip, int shift, unsigned rows = OF_ROWS
     ) const {
@@ -128,8 +131,8 @@ struct Steps {
         }
     }
 
-    // ZEROES: whether a coefficient of zero met a state that was not finite, which made it and all after it NaN.
-    // Looks at the product of coefficients, too, or it would be computed after the states, apart from them.
+    // ZEROES: whether a coefficient of zero met a state that was not finite, which made that state and all later ones
+    // NaN.  Tests the product of coefficients, too: otherwise it would be computed after the states, apart from them.
     __device__ bool is_lost(const Place& at, const Channels& state, const Channels& product) const {
         bool numbers = true;
 #pragma unroll
@@ -139,8 +142,7 @@ struct Steps {
         }
         return ZEROES && resets && at.inside && (lost || !numbers);
     }
-    // Then, to compose its steps again, a thread takes away all that is before the last reset; its results are those of
-    // `rescan`.
+    // If so, a thread clears all steps before its last reset, and composes again; `rescan` computes its results.
     __device__ void forget() {
         const int kept = 32 - __clz(resets) - !BACKWARD;
 #pragma unroll
@@ -153,8 +155,8 @@ struct Steps {
         }
         lost = true;
     }
-    // Steps that do not exist come first only with OFFSETS, and act as the identity; elsewhere they come last, where
-    // what is read does not matter.
+    // Read the steps of a tile.  Only with OFFSETS may steps that do not exist come first, where they must act as the
+    // identity; otherwise they come last, where what is read does not matter.
     __device__ void read(
         const Place& at, const Memory& memory, Shared& shared, int stage, int buffer, int chunk,
         const OfChannels& of_channels
@@ -211,8 +213,8 @@ struct Steps {
         }
     }
 
-    // Append the steps of a part and later ones, from step `from`; TESTED, those that are reset lose the state before.
-    // With STAYS, as they arrive.
+    // Append the steps of part N and later ones to `whole`, beginning with step `from`; with STAYS, as they arrive.  If
+    // TESTED, a step with a reset loses the state before it.
     template <bool TESTED, int N = 0>
     __device__ Composition append(const Place& at, Shared& shared, int chunk, int from, Composition whole) {
         if constexpr (STAYS) {
@@ -222,7 +224,7 @@ struct Steps {
             if constexpr (BACKWARD)
                 put_states_before(at, shared, 0, chunk, shared.input[0][at.warp][PREVIOUS], shift[PREVIOUS], OF_PART);
         }
-        if (!STAYS || at.inside)  // others would read what lanes inside write
+        if (!STAYS || at.inside)  // other lanes would read elements that these write
 #pragma unroll
             for (int u = N * PART; u < (N + 1) * PART; ++u) {
                 if (u < KEPT_ROWS) {
@@ -249,7 +251,7 @@ struct Steps {
 
     __device__ Composition compose(const Place& at, Shared& shared, int buffer, int chunk) {
         Composition whole = Composition::none();
-        int from = 0;  // steps before the last sequence start, or with STAYS reset, do not matter
+        int from = 0;  // steps before the last start of a sequence, or with STAYS before the last reset, do not matter
         if (PACKING == CU_SEQLENS && begins) {
             from = 31 - __clz(begins);
             load_state(at, at.p.initial, beginning<true>(at, shared, buffer, from), whole.b);
@@ -271,14 +273,14 @@ struct Steps {
             return append<false>(at, shared, chunk, 0, whole);
         }
         if (RESETS && resets) {
-            whole.reset = true;  // its a then does not matter
+            whole.reset = true;  // `a` does not matter then
             if (STAYS) from = 32 - __clz(resets) - !BACKWARD;
         }
         return append<true>(at, shared, chunk, from, whole);
     }
 
-    // Replay the steps from `state` and write the results; `sums` accumulates the gradients of the parameters.  False,
-    // with nothing done, if that must be CHECKED.
+    // Replay the steps from `state` and write the results; `sums` accumulates the gradients of the parameters.  Returns
+    // false, having done nothing, if that must be CHECKED.
     template <bool CHECKED>
     __device__ bool apply(
         const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, int part, Channels& state,
@@ -346,11 +348,11 @@ struct Steps {
             char* const tile = rows.tile(chunk);
 #pragma unroll
             for (int u = 0; u < ROWS; ++u)
-                if (at.inside && (NARROW || !CHECKED || at.exists(i + u))) {  // of a strip, what exists is stored
+                if (at.inside && (NARROW || !CHECKED || at.exists(i + u))) {  // Strip::store itself stores what exists
                     if constexpr (NARROW) strip.element[Strip::place(at, u, shift)] = results[u][k];
                     else store_pack(at, rows.row(at, chunk, tile, u), results[u][k]);
                 }
-            if constexpr (JOINED && !BACKWARD) {  // read back, as registers cannot be indexed
+            if constexpr (JOINED && !BACKWARD) {  // last states are read back, as registers cannot be indexed
                 for (unsigned left = at.inside ? sequence_starts(at, chunk, 1) : 0; left; left &= left - 1) {
                     const int u = __ffs(left) - 1;
                     const Pack last = Pack(strip.get(Strip::place(at, u, shift)));
