@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 LEAST_ROWS = 128  # from which on a convolution is worth its overhead
 WHOLE_ROWS, ROUND = 2048, 128  # see is_round
-PARTS = 2048, 1024, 512, 256  # numbers of rows that have a convolution, where that of the whole is not round
+PARTS = 2048, 1024, 512, 256  # the rows of single convolutions, where the total is not round
 
 
 def is_faster(x: Tensor, width: int) -> bool:

@@ -92,7 +92,7 @@ def _look_back_tile(scan: Criteria) -> Geometry:
     return tile._replace(rows=rows, stages=1, looks_back=True)
 
 
-def look_back_soon(scan: Criteria) -> Geometry | None:
+def look_back_unless_longest(scan: Criteria) -> Geometry | None:
     """Look-back for linear and 16-bit scans, except the longest; tiles are half as long if there are few.
 
     The longest linear scans look back, too, if their rows share cache lines.  Where three groups of half or a quarter
@@ -101,7 +101,7 @@ def look_back_soon(scan: Criteria) -> Geometry | None:
     """
     back = _look_back_tile(scan)
     if scan.element in LINEAR and not scan.tests_resets:
-        soon = scan.steps <= 8 * LONG or (back.lanes == 32 and scan.ends_within_lines)
+        applies = scan.steps <= 8 * LONG or (back.lanes == 32 and scan.ends_within_lines)
         halves, quarters = (-(-scan.channels // (lanes * back.vec)) for lanes in (16, 8))
         whole = back.lanes == 32 and not scan.unaligned_rows
         if whole and halves == 3:
@@ -110,9 +110,9 @@ def look_back_soon(scan: Criteria) -> Geometry | None:
             back = back._replace(lanes=8)
     else:
         long = 8 * LONG if scan.element.startswith("Generated") and not scan.resets else LONG
-        soon = scan.itemsize == 2 and scan.steps <= long
+        applies = scan.itemsize == 2 and scan.steps <= long
         back = back._replace(rows=min(back.rows, 16))
-    if not soon:
+    if not applies:
         return None
     return back._replace(rows=max(4, back.rows // 8 * 4)) if scan.steps <= 2 * back.tile else back
 

@@ -12,7 +12,7 @@ from ostinato.kernels.scan.cuda.heuristics.chained import (
     keep_in_step,
     look_back,
     look_back_in_pairs,
-    look_back_soon,
+    look_back_unless_longest,
     staying,
 )
 from ostinato.kernels.scan.cuda.heuristics.criteria import FILLED, FULL, LINEAR, Criteria
@@ -39,7 +39,7 @@ def choose_geometry(scan: Criteria) -> Geometry:
     streaming = _first(scan, *special_cases, stream)
     if not _leaves_processors_idle(scan, streaming):
         return keep_in_step(scan, streaming) or streaming
-    looking_back = look_back_soon, look_back_in_pairs, look_back
+    looking_back = look_back_unless_longest, look_back_in_pairs, look_back
     return _first(scan, staying, chain_narrow, interleave_evenly, *looking_back, interleave)
 
 

@@ -8,10 +8,10 @@ from ostinato.kernels.scan.cuda.heuristics.criteria import FULL, LINEAR, STAGES,
 from ostinato.kernels.scan.cuda.heuristics.geometry import Geometry
 
 # Measured on an H200:
-MOST_CHANNELS, FEW_CHANNELS = 31, 7  # of narrow sequences; and of long ones, which no other geometry suits
+MOST_CHANNELS, FEW_CHANNELS = 31, 7  # of narrow sequences; of those that may be long, as no other geometry suits them
 MOST_BYTES = 128 << 10  # of a sequence in one input, unless it has few channels
 WARPS, BUSY_WARPS = 16, 10  # warps of a multiprocessor: resident, by their registers; and enough to keep it busy
-BYTES_OF_WARP = 24_000  # of a sequence in all inputs together
+BYTES_OF_WARP = 24_000  # bytes of a sequence, in all inputs together, for which it gets another warp
 LINEAR_ROWS, ROWS = 15, 11  # the most rows of the tiles of linear scans, and of other elements
 CONFLICT, BEGINNING = 0.1, 2  # the time of a bank conflict at a row, and of the beginning of a tile, in rows
 BLOCK = 5  # the time of the beginning and end of a block, in rows
@@ -28,8 +28,7 @@ def sequences_joined(scan: Criteria) -> int:
     """How many short sequences of few channels are joined, to be scanned as one: a divisor of their number; 1 if none.
 
     To begin, a block takes as long as to scan some dozens of steps, and the steps of a short sequence seldom fill its
-    tiles.  But the longer blocks are, the longer the memory is not busy while the first ones begin and the last ones
-    end.
+    tiles.  But the longer blocks are, the longer memory is not busy while the first ones begin and the last ones end.
     """
     if scan.sequences < 2 or scan.sequence_bytes == 0 or stream_narrow(scan) is None:
         return 1
@@ -65,7 +64,7 @@ def stream_narrow(scan: Criteria) -> Geometry | None:
     wanted = max(
         BUSY_WARPS * scan.device.processors / scan.sequences, scan.inputs * scan.sequence_bytes / BYTES_OF_WARP
     )
-    wanted = min(wanted, scan.steps * lanes / 64)  # each segment has at least two steps
+    wanted = min(wanted, scan.steps * lanes / 64)  # leaves at least two steps for each segment
     warps = next((n for n in (1, 2, 4) if n >= wanted), 8)
     one = Geometry(vec, lanes, warps, 1, resident=WARPS // warps, narrow=scan.channels)
 

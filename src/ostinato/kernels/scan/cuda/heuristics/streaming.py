@@ -80,8 +80,7 @@ def _alone(scan: Criteria, whole: Geometry, waves: float) -> Geometry:
     """The tiles of a block that has a multiprocessor to itself, with all the registers that it can use.
 
     It has as many stages as Little's law asks for, and no more: on an H100, half as many bytes again in flight made the
-    memory a tenth slower, and where rows share cache lines, L2 evicts them sooner the further blocks are ahead of
-    others.
+    memory a tenth slower, and where rows share cache lines, L2 evicts them sooner the further ahead a block is.
     """
     row = scan.inputs * whole.warps * whole.group * scan.itemsize
     wanted = scan.device.in_flight / (1 if scan.shares_lines else waves) / row
