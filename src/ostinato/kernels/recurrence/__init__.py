@@ -2,11 +2,11 @@
 
 ================  ==============================================================================
 ``symbolic/``     a function as graphs of scalar operations: traced, simplified, printed
-``linear/``       recurrences that are linear in the state, as scans; layers of such
-``nonlinear/``    others, of one state or two, step by step or by Newton's method over time
-``weighted/``     those with products of a matrix with the state, in persistent kernels
-``arguments.py``  how the operators of all are given their tensors
-``complex.py``    the complex linear scan, a recurrence of two states
-``backends.py``   what a device's modules provide, and which of them computes a recurrence
+``linear/``       recurrences that are linear in the state, computed as scans, and their layers
+``nonlinear/``    other recurrences of one or two states: step by step, or by Newton's method over time
+``weighted/``     non-linear recurrences with a recurrent weight matrix, in persistent kernels
+``arguments.py``  the arguments that the operators of these recurrences share
+``complex.py``    the complex linear scan, a real recurrence of two states
+``backends.py``   the interface that each device's kernels implement, and the choice between them
 ================  ==============================================================================
 """

@@ -1,4 +1,4 @@
-"""How the operators of recurrences are given their tensors."""
+"""The arguments of the recurrences' operators and kernels: how they are grouped, split and ordered."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from ostinato.kernels.scan import Order
 
 
 class LayerArguments(NamedTuple):
-    """The arguments of the operator ``layer_scan``, in its order: a layer of a linear recurrence.
+    """The arguments of the operator ``layer_scan``, a layer of a linear recurrence, in the operator's order.
 
     Attributes:
-        pre: the recurrence's arguments, G pre-activations, side by side: (B, T, S*G*H), or (T, B, S*G*H) unless
-            batch_first, or (rows, S*G*H) if packed.
-        bias: (S*G*H,), G parameters more, in a dtype of its own.
+        pre: the pre-activations of G gates, concatenated: (B, T, S*G*H), or (T, B, S*G*H) unless batch_first, or
+            (rows, S*G*H) if packed.
+        bias: (S*G*H,), the recurrence's G parameters, one for each gate; its dtype may differ from that of pre.
         h0: (S, B, H), the initial state, None for zeros.
-        offsets: int32, (T + 1,), packs pre as PackedSequence does: step t of sequence b is row offsets[t] + b if that
-            is below offsets[t + 1].
-        resets: bool, (S, ...), for each direction laid out as pre without channels.
-        recurrence: the text of its trace.
+        offsets: int32, (T + 1,), if pre is packed as in a PackedSequence: step t of sequence b is row offsets[t] + b,
+            provided that this is below offsets[t + 1].
+        resets: bool, (S, ...), one mask for each direction, with the shape of pre without channels.
+        recurrence: the text of the recurrence's trace.
         batch_first: see pre.
         directions: S; the second runs backwards in time.
         backend: see ``choose_backend``.
@@ -43,13 +43,13 @@ class LayerArguments(NamedTuple):
         return sum(parse(self.recurrence).sequences)
 
 
-TENSORS = LayerArguments._fields.index("recurrence")  # so many, which come first, are tensors
-DIFFERENTIABLE = LayerArguments._fields.index("offsets")  # so many of these have gradients
-NOTHING = (None,) * (len(LayerArguments._fields) - DIFFERENTIABLE)  # of all others: gradients, groups of channels
+TENSORS = LayerArguments._fields.index("recurrence")  # the number of tensors, which come first
+DIFFERENTIABLE = LayerArguments._fields.index("offsets")  # the number of leading tensors that have gradients
+NOTHING = (None,) * (len(LayerArguments._fields) - DIFFERENTIABLE)  # None for each argument without a gradient
 
 
 class Call(NamedTuple):
-    """What kernels take of a call of a non-linear recurrence."""
+    """The arguments of a non-linear recurrence's kernels."""
 
     trace: Trace
     sequences: Sequence[Tensor]  # (B, T, D)
@@ -59,47 +59,47 @@ class Call(NamedTuple):
 
 
 def first_sequence(recurrence: str, arguments: Sequence[Tensor]) -> Tensor:
-    """The argument whose shape, dtype and device are those of the states over time."""
+    """The first argument over time, (B, T, D): the states have its shape, dtype and device."""
     return arguments[parse(recurrence).sequences.index(True)]
 
 
 def split(trace: Trace, arguments: Sequence[Any]) -> list[Any]:
-    """The recurrence's own arguments, split if concatenated."""
+    """One entry for each argument of the recurrence, split if all sequences and all parameters are concatenated."""
     if len(arguments) == len(trace.sequences):
         return list(arguments)
     counts = sum(trace.sequences), trace.sequences.count(False)
-    both = ([None] * n if x is None else x.chunk(n, -1) for x, n in zip(arguments, counts, strict=True))
-    return in_order(trace.sequences, *both)
+    chunks = ([None] * n if x is None else x.chunk(n, -1) for x, n in zip(arguments, counts, strict=True))
+    return in_order(trace.sequences, *chunks)
 
 
 def by_kind(kinds: Sequence[bool], arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The sequences, and the parameters."""
+    """The sequences and the parameters among the arguments; `kinds` tells for each whether it is a sequence."""
     return list(itertools.compress(arguments, kinds)), list(itertools.compress(arguments, (not k for k in kinds)))
 
 
 def in_order(kinds: Sequence[bool], sequences: Sequence[Any], parameters: Sequence[Any]) -> list[Any]:
     """The inverse of :func:`by_kind`."""
-    of = {True: iter(sequences), False: iter(parameters)}
-    return [next(of[kind]) for kind in kinds]
+    remaining = {True: iter(sequences), False: iter(parameters)}
+    return [next(remaining[kind]) for kind in kinds]
 
 
 def initial_states(
     trace: Trace, like: Tensor, h0: Tensor | None, c0: Tensor | None, cu_seqlens: Tensor | None
 ) -> list[Tensor]:
-    """The initial states that are given, and zeros for the others."""
-    given = (h0, c0)[: trace.states]
-    return [like.new_zeros(last_shape(like, cu_seqlens)) if x is None else x for x in given]
+    """The initial states, with zeros in place of absent ones."""
+    initial = (h0, c0)[: trace.states]
+    return [like.new_zeros(last_shape(like, cu_seqlens)) if x is None else x for x in initial]
 
 
 def last_shape(x: Tensor, cu_seqlens: Tensor | None) -> torch.Size:
-    """The shape of the states after the last steps, one row a sequence."""
+    """The shape of the states after the last steps, one row for each sequence."""
     return torch.Size((Order(cu_seqlens).sequences(x), x.shape[2]))
 
 
 def tensors_of_backward(
     trace: Trace, tensors: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Gradients of states, those of last states, the states, and the arguments."""
+    """A backward operator's tensors: gradients of the states and of the last states, the states, the arguments."""
     count = trace.states
     return (
         list(tensors[:count]),
@@ -110,5 +110,5 @@ def tensors_of_backward(
 
 
 def or_zeros(grads: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
-    """Gradients of this shape, where an empty one stands for zeros."""
+    """The gradients, with zeros of this shape in place of empty ones."""
     return [g if g.shape == shape else g.new_zeros(shape) for g in grads]

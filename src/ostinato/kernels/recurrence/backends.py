@@ -1,6 +1,6 @@
-"""What computes a recurrence on a device: what its modules provide, as types that mypy checks, and which it is.
+"""The interface that each device's kernels of recurrences implement, and which of them computes a recurrence.
 
-All tensors that they are given are checked, not empty, and on the device.
+Kernels are called with validated, non-empty tensors on their device.
 """
 
 import functools
@@ -15,13 +15,13 @@ from ostinato.kernels.scan.torch_ops import TorchBackend
 
 
 class LinearKernels(Protocol):
-    """Linear recurrences, given as the text of their trace: ``linear/cpu.py`` and ``linear/cuda.py``.
+    """Kernels of linear recurrences, each given as the text of its trace: ``linear/cpu.py`` and ``linear/cuda.py``.
 
-    Beside these, a module has ``Step``, one step of a layer, on a GPU with its matrix product.
+    Both modules also have a class ``Step``: one step of a layer, including its matrix product.
     """
 
     def scan(self, recurrence: str, h0: Tensor | None, order: Order, /, *arguments: Tensor) -> tuple[Tensor, Tensor]:
-        """h and the last state, as the operator ``linear_recurrence``."""
+        """h and the last state, as returned by the operator ``linear_recurrence``."""
 
     def scan_backward(
         self,
@@ -36,23 +36,24 @@ class LinearKernels(Protocol):
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
         """Gradients of the sequences, of the parameters, and of h0 (None if h0 is)."""
 
-    def layer(self, given: LayerArguments, /) -> tuple[Tensor, Tensor]:
-        """h and the last state, as the operator ``layer_scan``."""
+    def layer(self, call: LayerArguments, /) -> tuple[Tensor, Tensor]:
+        """h and the last state, as returned by the operator ``layer_scan``."""
 
     def layer_backward(
-        self, given: LayerArguments, h: Tensor, grad_h: Tensor | None, grad_h_last: Tensor | None, /
+        self, call: LayerArguments, h: Tensor, grad_h: Tensor | None, grad_h_last: Tensor | None, /
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Gradients of pre, bias and h0, None for absent ones."""
+        """Gradients of pre, bias and h0, None for absent inputs."""
 
 
 class NonlinearKernels(Protocol):
-    """Recurrences that are not linear in their one or two states: ``nonlinear/cpu.py`` and ``nonlinear/cuda.py``.
+    """Kernels of recurrences that are not linear in their one or two states.
 
-    Beside these, the CPU's module has ``Step``, one step of a recurrence alone.
+    They are ``nonlinear/cpu.py`` and ``nonlinear/cuda.py``.  The CPU's module also has a class ``Step``: one step of
+    any recurrence, without a matrix product.
     """
 
     def steps(self, call: Call, /) -> tuple[list[Tensor], list[Tensor]]:
-        """The states after every step, and those after the last."""
+        """The states after every step, and the states after the last one."""
 
     def steps_backward(
         self,
@@ -60,18 +61,19 @@ class NonlinearKernels(Protocol):
         states: Sequence[Tensor],
         grads: Sequence[Tensor | None],
         grads_last: Sequence[Tensor | None],
-        of_sequences: Sequence[Tensor],
+        grad_sequences: Sequence[Tensor],
         /,
     ) -> tuple[Tensor, list[Tensor] | None]:
-        """Gradients of the parameters, (parameters, D), widened, and of the initial states, None if there are none.
+        """Gradients of the parameters, (parameters, D), in at least float32, and of the initial states.
 
-        Those of the sequences are written to ``of_sequences``.
+        The latter are None if the call has no initial states.  Gradients of the sequences are written to
+        ``grad_sequences``.
         """
 
 
 @functools.cache
 def kernels_on(backend: str, device_type: str) -> LinearKernels | None:
-    """The backend's kernels of linear recurrences; None for a backend of PyTorch operations."""
+    """The backend's kernels for linear recurrences; None if it consists of PyTorch operations."""
     if isinstance(choose_backend(backend, device_type), TorchBackend):
         return None
     if device_type == "cuda":
@@ -85,7 +87,7 @@ def kernels_on(backend: str, device_type: str) -> LinearKernels | None:
 
 @functools.cache
 def nonlinear_kernels_on(backend: str, device_type: str) -> NonlinearKernels | None:
-    """As :func:`kernels_on`, of other recurrences."""
+    """The backend's kernels for non-linear recurrences; None if it consists of PyTorch operations."""
     if isinstance(choose_backend(backend, device_type), TorchBackend):
         return None
     if device_type == "cuda":

@@ -29,10 +29,10 @@ def linear_scan(
     reverse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """As the operator for real numbers; differentiable as the recurrence is."""
+    """The operator ``linear_scan`` for complex tensors; differentiable to any order."""
     if not torch.compiler.is_compiling() and b.numel() > 0:
         kernels = choose_backend(backend, b.device.type)
-        if isinstance(kernels, TorchBackend):  # supports complex numbers, differentiably
+        if isinstance(kernels, TorchBackend):  # PyTorch operations support and differentiate complex numbers
             check_cu_seqlens(cu_seqlens, b.shape[1])
             return kernels.linear_scan(a, b, h0, Order(cu_seqlens, resets, reverse))
     real, imaginary = (None, None) if h0 is None else _parts(h0)
@@ -44,5 +44,7 @@ def linear_scan(
 
 
 def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The real and the imaginary part, as views."""
     parts = torch.view_as_real(x.resolve_conj())
-    return parts.select(-1, 0), parts.select(-1, 1)  # by unbind, a later change of x in place is another error
+    # Views made by unbind would raise a different error if x is modified in place before the backward pass.
+    return parts.select(-1, 0), parts.select(-1, 1)

@@ -30,12 +30,12 @@ from ostinato.kernels.recurrence.symbolic.scalar import (
     where,
 )
 
-# Rules of several lines, before the table.
+# Rules that are longer than an expression precede the table.
 
 
 def _to_copy(x: Scalar, *_: object, dtype: torch.dtype | None = None) -> Scalar:
     if dtype in (None, torch.float32, torch.float64):
-        return x  # kernels compute in one dtype, and could not round to another
+        return x  # kernels compute in a single dtype and cannot round to another
     if dtype == torch.bool:
         return x != 0.0
     raise Unsupported(f"to {dtype}")
@@ -45,20 +45,20 @@ def _div(x: Operand, y: Operand, rounding_mode: str | None = None) -> Operand:
     if rounding_mode is None:
         return x / y
     if rounding_mode == "trunc":
-        return trunc(x / y)  # of the rounded quotient, where "floor" is of the exact one
+        return trunc(x / y)  # PyTorch truncates the rounded quotient, but takes the floor of the exact one
     rest = fmod(x, y)
-    whole = round((x - rest) / y)  # also of a quotient that is a little too small
+    whole = round((x - rest) / y)  # the quotient is an integer up to rounding, which may be downwards
     return where(y == 0.0, x / y, where(_are_opposite(rest, y), whole - 1.0, whole))
 
 
 def _remainder(x: Operand, y: Operand) -> Scalar:
-    """With the sign of y, where that of fmod has the sign of x."""
+    """The remainder with the sign of y, whereas that of fmod has the sign of x."""
     rest = fmod(x, y)
     return where(_are_opposite(rest, y), rest + y, rest)
 
 
 def _are_opposite(x: Scalar, y: Operand) -> Scalar:
-    """Whether one is positive, and the other negative."""
+    """Whether one is positive and the other negative."""
     return ((x < 0.0) & (y > 0.0)) | ((x > 0.0) & (y < 0.0))
 
 
@@ -71,7 +71,7 @@ def _round(x: Scalar, decimals: int = 0) -> Scalar:
 def _nan_to_num(
     x: Scalar, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
 ) -> Scalar:
-    if posinf is None or neginf is None:  # the largest numbers of the dtype, which a graph does not know
+    if posinf is None or neginf is None:  # these are the largest numbers of the dtype, which a graph does not know
         raise Unsupported("without posinf and neginf")
     x = where(x != x, nan or 0.0, x)
     return where(x == math.inf, posinf, where(x == -math.inf, neginf, x))
@@ -83,13 +83,13 @@ def _clamp(x: Scalar, min: Operand | None = None, max: Operand | None = None) ->
 
 
 def _cosine_of_asin(x: Scalar) -> Scalar:
-    """sqrt(1 - x * x), precise where x is near 1."""
+    """sqrt(1 - x * x), accurate where x is near 1."""
     return sqrt((1.0 - x) * (1.0 + x))
 
 
 def _asinh(x: Scalar) -> Scalar:
-    """log(1 + x + x * x / (1 + sqrt(1 + x * x))) for positive x, in which no square overflows."""
-    size = where(x < 0.0, -x, x)  # with a derivative at 0
+    """log(1 + x + x * x / (1 + sqrt(1 + x * x))) for positive x, without squares that overflow."""
+    size = where(x < 0.0, -x, x)  # |x|, with a derivative at 0
     bounded, inverse = minimum(size, 1.0), reciprocal(maximum(size, 1.0))
     share = bounded / (inverse + sqrt(inverse * inverse + bounded * bounded))  # x / (1 + sqrt(1 + x * x))
     result = _log_of_sum(size, size * share)
@@ -97,13 +97,13 @@ def _asinh(x: Scalar) -> Scalar:
 
 
 def _acosh(x: Scalar) -> Scalar:
-    """log(x + sqrt(x * x - 1)), precise where x is near 1."""
+    """log(x + sqrt(x * x - 1)), accurate where x is near 1."""
     beyond = x - 1.0
     return _log_of_sum(beyond, sqrt(beyond) * sqrt(x + 1.0))
 
 
 def _log_of_sum(x: Scalar, y: Scalar) -> Scalar:
-    """log(1 + x + y), where a large y is x within rounding: their sum may overflow."""
+    """log(1 + x + y); for large x, whose sum with y may overflow, y must equal x up to rounding."""
     is_large = x > 2.0**60
     return log1p(where(is_large, x, x + y)) + where(is_large, math.log(2), 0.0)
 
@@ -112,7 +112,8 @@ def _hardsigmoid(x: Scalar) -> Scalar:
     return _clamp(x * (1 / 6) + 0.5, 0.0, 1.0)
 
 
-# Where a branch stops the gradient, the test is PyTorch's: NaN, for which every comparison is false, lets it pass.
+# The tests that stop a gradient are PyTorch's: every comparison with NaN is false, so that the gradient passes or stops
+# at NaN as it does there.
 
 
 def _threshold_backward(grad: Scalar, x: Scalar, threshold: float) -> Scalar:
@@ -137,13 +138,13 @@ def _hardswish_backward(grad: Scalar, x: Scalar) -> Scalar:
 
 
 def _lerp(x: Scalar, y: Scalar, weight: Scalar) -> Scalar:
-    """Exact for the weights 0 and 1."""
+    """``x + weight * (y - x)``, exact for the weights 0 and 1."""
     gap = y - x
     return where(abs(weight) < 0.5, x + weight * gap, y - gap * (1.0 - weight))
 
 
 def _not_positive(x: Scalar) -> Scalar:
-    """x where it is not positive, so that its exponential, and the derivatives of that, are finite everywhere."""
+    """min(x, 0), so that the exponential and its derivatives are finite even where x itself is not used."""
     return where(x > 0.0, 0.0, x)
 
 
@@ -160,7 +161,7 @@ def _elu_backward(grad: Scalar, alpha: float, scale: float, input_scale: float, 
 
 
 def _sigmoid_backward(grad: Scalar, y: Scalar) -> Scalar:
-    x = y.operand_of("sigmoid")  # the complement of a sigmoid near 1 is a sigmoid too, and more precise
+    x = y.operand_of("sigmoid")  # sigmoid(-x) is more accurate than 1 - sigmoid(x), which cancels near 1
     rest = 1.0 - y if x is None else sigmoid(-x)
     return grad * (y * rest)
 
@@ -201,11 +202,11 @@ def _logaddexp(x: Scalar, y: Scalar) -> Scalar:
     return maximum(x, y) + log1p(exp(gap))
 
 
-_CUBIC = 0.044715  # the coefficient of GELU's approximation by tanh
+_CUBIC = 0.044715  # the cubic coefficient in GELU's tanh approximation
 
 
 def _gelu_inner(x: Scalar) -> Scalar:
-    """What that takes tanh of."""
+    """The argument of tanh in GELU's tanh approximation."""
     return x * (1.0 + x * x * _CUBIC) * math.sqrt(2 / math.pi)
 
 
@@ -247,7 +248,7 @@ RULES: dict[str, Callable[..., Operand]] = {
     **dict.fromkeys(("div", "true_divide"), _div),
     "floor_divide": lambda x, y: _div(x, y, "floor"),
     "remainder": _remainder,
-    "addcmul": lambda x, y, z, value=1: x + y * value * z,  # in PyTorch's order, on which it depends what overflows
+    "addcmul": lambda x, y, z, value=1: x + y * value * z,  # in PyTorch's order, which determines what overflows
     "addcdiv": lambda x, y, z, value=1: x + y * value / z,
     "lerp": _lerp,
     # Rounding, extremes, choices.

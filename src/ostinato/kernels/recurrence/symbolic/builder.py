@@ -19,18 +19,18 @@ _OF_LOGICAL = frozenset(("and", "or", "not"))
 _SYMMETRIC = frozenset(("add", "mul", "minimum", "maximum", "hypot", "eq", "ne", "and", "or"))
 
 
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**126  # powers of two that float32, and the inverses of which it, has in full
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**126  # the range of powers of two that are, as their inverses, normal in float32
 
 
 def _is_power_of_two(x: Number | None) -> TypeGuard[Number]:
-    """Whether a quotient by x is the product with 1 / x, to the last bit."""
+    """Whether x is a power of two, so that dividing by x equals multiplying by 1 / x to the last bit."""
     return x is not None and abs(math.frexp(x)[0]) == 0.5 and _SMALLEST <= abs(x) <= _LARGEST
 
 
 class Builder:
-    """A graph under construction; methods return a node's index, of an equal node if there is one.
+    """A graph under construction; methods that add a node return its index, or that of an equal node that exists.
 
-    While `differentiating` is set, what is added is of derivatives, in which zero stands for no dependence.
+    `differentiating` is set while derivatives are added, in which zero means that there is no dependence.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Builder:
         )
 
     def repeated(self, graph: Graph, constants: Mapping[int, Number] = MappingProxyType({})) -> list[int]:
-        """Add a graph's nodes, some inputs fixed to numbers; returns its results."""
+        """Add all nodes of a graph, with some inputs fixed to numbers; returns the indices of its results."""
         indices: list[int] = []
         for node in graph.nodes:
             fixed = node.name == "input" and int(node.value) in constants
@@ -63,7 +63,7 @@ class Builder:
         return [indices[i] for i in graph.outputs]
 
     def repeat(self, node: Node, indices: Sequence[int]) -> int:
-        """Add another graph's node; `indices` are what its earlier nodes are here."""
+        """Add a node of another graph, whose earlier nodes have these `indices` here."""
         if node.name == "constant":
             return self.constant(node.value)
         if node.name == "input":
@@ -77,6 +77,7 @@ class Builder:
         return self._index_of(Node("constant", (), value if isinstance(value, bool) else float(value)))
 
     def add(self, name: str, *operands: int) -> int:
+        """Add an operation of :data:`OPERATIONS`, folded if it is constant, else simplified."""
         if name in _OF_LOGICAL or name == "where":
             count = 1 if name == "where" else len(operands)
             tests = (i if self.is_logical(i) else self.add("ne", i, self.constant(0.0)) for i in operands[:count])
@@ -103,7 +104,7 @@ class Builder:
         return node.name in LOGICAL or (node.name == "constant" and isinstance(node.value, bool))
 
     def number(self, i: int) -> int:
-        """A node, or 1 and 0 where it is a test."""
+        """The node itself, or, if its result is Boolean, a node with the number 1 or 0."""
         return self.add("where", i, self.constant(1.0), self.constant(0.0)) if self.is_logical(i) else i
 
     def _index_of(self, node: Node) -> int:
@@ -119,11 +120,15 @@ class Builder:
         return self.constant(OPERATIONS[name](*tensors).item())
 
     def _operand_of(self, name: str, i: int) -> int | None:
-        """The operand of a node of that name."""
+        """The first operand of node `i` if that is an operation of this name, else None."""
         return self._nodes[i].operands[0] if self._nodes[i].name == name else None
 
     def _simplified(self, name: str, operands: tuple[int, ...], values: list[Number | None]) -> int | None:
-        """A simpler node that computes the same, or None."""
+        """A simpler node that computes the same, or None.
+
+        There is a method for each operation with simplifications: it takes the operands, then their values, None
+        unless constant.
+        """
         rule = getattr(self, f"_simplified_{name}", None)
         return None if rule is None else rule(*operands, *values)
 
@@ -133,7 +138,7 @@ class Builder:
         for one, other in ((x, y), (y, x)):
             if (negated := self._operand_of("neg", one)) is not None:
                 return self.add("sub", other, negated)
-        if self._nodes[x].name == self._nodes[y].name == "where":  # the two branches' derivatives
+        if self._nodes[x].name == self._nodes[y].name == "where":  # the derivatives of the two branches of one `where`
             (test, x_true, x_false), (other_test, y_true, y_false) = self._nodes[x].operands, self._nodes[y].operands
             if test == other_test and self.value(x_false) == 0 and self.value(y_true) == 0:
                 return self.add("where", test, x_true, y_false)
@@ -151,7 +156,7 @@ class Builder:
         return self._factored("sub", x, y)
 
     def _factored(self, name: str, x: int, y: int) -> int | None:
-        """In derivatives, the sum or difference of two products with a common factor, factored: it rounds less."""
+        """In derivatives, factor a sum or difference of two products with a common factor, which rounds less."""
         if self.differentiating and self._nodes[x].name == self._nodes[y].name == "mul":
             factors, others = self._nodes[x].operands, self._nodes[y].operands
             for i in range(2):
@@ -213,7 +218,7 @@ class Builder:
         return self._inverse_of_one_plus_exp(x) if inner is None else self.add("rsqrt", inner)
 
     def _inverse_of_one_plus_exp(self, x: int) -> int | None:
-        """In derivatives, 1 / x where x is ``exp(y) + 1``, as logaddexp's: a sigmoid, whose derivatives are finite."""
+        """In derivatives, such as logaddexp's, 1 / (exp(y) + 1) as sigmoid(-y), whose own derivatives are finite."""
         if self.differentiating and self._nodes[x].name == "add":
             term, constant = self._nodes[x].operands
             for name, rate in (("exp", 1.0), ("exp2", math.log(2))):
@@ -240,7 +245,7 @@ class Builder:
             return x
         if base is not None and base > 0:
             fraction, power = math.frexp(base)
-            if fraction == 0.5:  # a power of two: exact where that of the result is whole
+            if fraction == 0.5:  # a power of two, for which exp2 is exact if its argument is an integer
                 return self.add("exp2", self.add("mul", y, self.constant(power - 1)))
             return self.add("exp", self.add("mul", y, self.constant(math.log(base))))
         if exponent in (0, 1):
@@ -255,7 +260,10 @@ class Builder:
         return None
 
     def _within_branch(self, x: int, change: Callable[[int], int]) -> int | None:
-        """``change``, a product or quotient, applied to the other branch of a ``where`` with a zero branch."""
+        """In derivatives, if x is a ``where`` with a zero branch, apply an operation to its other branch alone.
+
+        ``change`` adds the operation, a negation, product or quotient, all of which leave zero as it is.
+        """
         node = self._nodes[x]
         if node.name == "where" and self.differentiating:
             test, yes, no = node.operands
@@ -267,12 +275,12 @@ class Builder:
 
 
 def with_constants(graph: Graph, constants: dict[int, Number]) -> Graph:
-    """The graph with some inputs fixed to numbers, simplified anew."""
+    """The graph with some inputs fixed to numbers, simplified again."""
     builder = Builder()
     return builder.graph(builder.repeated(graph, constants))
 
 
 def joined(*graphs: Graph) -> Graph:
-    """One graph with the results of all."""
+    """One graph with the results of all graphs, in this order."""
     builder = Builder()
     return builder.graph([i for graph in graphs for i in builder.repeated(graph)])

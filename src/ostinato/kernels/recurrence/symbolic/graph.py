@@ -1,4 +1,4 @@
-"""Graphs of scalar operations: what they are, which inputs they depend on, and their results in PyTorch."""
+"""Graphs of scalar operations: their nodes, their dependence on their inputs, and their evaluation in PyTorch."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -14,11 +14,11 @@ class Node(NamedTuple):
 
     name: str
     operands: tuple[int, ...] = ()
-    value: Number = 0.0  # of a constant; of an input, which one
+    value: Number = 0.0  # of a constant its number, of an input its index
 
 
 class Graph(NamedTuple):
-    """Nodes in topological order, and which of them are the results."""
+    """Nodes in topological order, and the indices of those that are the results."""
 
     nodes: tuple[Node, ...]
     outputs: tuple[int, ...]
@@ -29,21 +29,21 @@ class Graph(NamedTuple):
 
     def made_of(self, inputs: Sequence[int]) -> list[bool]:
         """For each node, whether it depends on no other inputs than these."""
-        answers: list[bool] = []
+        is_made_of: list[bool] = []
         for node in self.nodes:
-            within = int(node.value) in inputs if node.name == "input" else all(answers[i] for i in node.operands)
-            answers.append(within)
-        return answers
+            within = int(node.value) in inputs if node.name == "input" else all(is_made_of[i] for i in node.operands)
+            is_made_of.append(within)
+        return is_made_of
 
     def doubled_by(self, node: Node) -> tuple[int, ...]:
-        """The operand of a node that doubles one, else none."""
+        """The operand x of a node ``x * 2``, in a tuple, which is empty for any other node."""
         doubles = node.name == "mul" and self.nodes[node.operands[1]] == Node("constant", value=2.0)
         return node.operands[:1] if doubles else ()
 
     def is_linear_in(self, inputs: Collection[int]) -> bool:
         """Whether each result is a sum of these inputs times factors that depend on none of them."""
-        linear: list[bool] = []  # for each node, whether it is such a sum; zero and NaN are
-        fixed: list[bool] = []  # whether it does not depend on these inputs
+        linear: list[bool] = []  # for each node, whether it is such a sum; the constants 0 and NaN are
+        fixed: list[bool] = []  # for each node, whether it depends on none of these inputs
         for node in self.nodes:
             sums, factors = [linear[i] for i in node.operands], [fixed[i] for i in node.operands]
             is_linear, is_fixed = False, all(factors)
@@ -61,7 +61,7 @@ class Graph(NamedTuple):
                 case "where":
                     is_linear = factors[0] and sums[1] and sums[2]
                 case "eq" | "ne":
-                    is_fixed |= all(sums)  # as every multiple of both compares alike
+                    is_fixed |= all(sums)  # scaling both by the same factor does not change whether they are equal
             if not (is_linear or is_fixed):
                 return False
             linear.append(is_linear)
@@ -71,7 +71,7 @@ class Graph(NamedTuple):
 
 def tanh_slope(x: Tensor) -> Tensor:
     """The derivative of tanh."""
-    return 4.0 * torch.sigmoid(2.0 * x) * torch.sigmoid(-2.0 * x)  # not of cosh, which overflows in derivatives of this
+    return 4.0 * torch.sigmoid(2.0 * x) * torch.sigmoid(-2.0 * x)  # not by cosh, which overflows in its derivatives
 
 
 OPERATIONS: dict[str, Callable] = {
@@ -120,11 +120,11 @@ OPERATIONS: dict[str, Callable] = {
     "or": torch.logical_or,
     "not": torch.logical_not,
 }
-LOGICAL = frozenset(("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"))  # whose result is true or false
+LOGICAL = frozenset(("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"))  # the operations with a Boolean result
 
 
 def evaluate(graph: Graph, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The results in PyTorch; inputs are tensors that broadcast with each other, of one dtype."""
+    """The results, computed in PyTorch from tensors of one dtype that broadcast with each other."""
     values: list[Tensor] = []
     for node in graph.nodes:
         if node.name == "input":
@@ -132,7 +132,8 @@ def evaluate(graph: Graph, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         elif node.name == "constant":
             like = inputs[0]
             dtype = torch.bool if isinstance(node.value, bool) else like.dtype
-            values.append(torch.full((), node.value, dtype=dtype, device=like.device))  # not a constant of the graph
+            # Not torch.tensor, which would become a constant of a graph that is being traced.
+            values.append(torch.full((), node.value, dtype=dtype, device=like.device))
         else:
             values.append(OPERATIONS[node.name](*(values[i] for i in node.operands)))
     return tuple(values[i] for i in graph.outputs)

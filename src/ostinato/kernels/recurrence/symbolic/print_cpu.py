@@ -1,4 +1,4 @@
-"""Graphs as lines of Python that Numba compiles, with the functions of ``cpu/elementary.py``."""
+"""Prints graphs as lines of Python for Numba, which call the functions of ``cpu/elementary.py``."""
 
 import math
 
@@ -53,7 +53,7 @@ _FORMS = {
 
 
 def lines_of(graph: Graph, inputs: list[str]) -> tuple[list[str], list[str]]:
-    """Lines that compute the results, and what these are called in them."""
+    """The lines that compute the results, and the names of the results in them."""
     lines = [f"    one = cast(1.0, {inputs[0]})"]
     uses = [0] * len(graph.nodes)
     for node in graph.nodes:
@@ -68,6 +68,7 @@ def lines_of(graph: Graph, inputs: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _expression(graph: Graph, node: Node, names: list[str], uses: list[int], inputs: list[str]) -> str:
+    """The expression of a node, by a fused or faster function where the node's operands allow it."""
     if node.name == "input":
         return inputs[int(node.value)]
     operands = [names[i] for i in node.operands]
@@ -95,6 +96,7 @@ def _expression(graph: Graph, node: Node, names: list[str], uses: list[int], inp
 
 
 def _is_never_positive(graph: Graph, node: Node) -> bool:
+    """Whether a node is of a form whose value is never positive; False if that is not known."""
     operands = [graph.nodes[i] for i in node.operands]
     if node.name == "minimum":
         return any(x.name == "constant" and x.value <= 0 for x in operands)

@@ -1,4 +1,4 @@
-"""Graphs as lines of CUDA C++."""
+"""Prints graphs as lines of CUDA C++, which call the functions of ``cuda/numeric.cuh``."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -55,8 +55,11 @@ _FORMS = {
 
 
 def lines_of(graph: Graph, inputs: Sequence[str], paired: Mapping[int, int] = MappingProxyType({})) -> str:
-    """The definitions of what the results need; ``paired`` nodes are computed together, each with the other."""
-    lines: dict[int, str] = {}  # in order
+    """The definitions of the nodes that the results depend on.
+
+    ``paired`` maps sigmoids that are computed together to each other; see :func:`paired_sigmoids`.
+    """
+    lines: dict[int, str] = {}  # by node, in the order of printing
 
     def add(i: int) -> None:
         node = graph.nodes[i]
@@ -86,7 +89,7 @@ def lines_of(graph: Graph, inputs: Sequence[str], paired: Mapping[int, int] = Ma
 
 
 def _form(graph: Graph, node: Node) -> tuple[str, tuple[int, ...]]:
-    """How the node is written, of which others."""
+    """The format string of a node, and the nodes that fill it."""
     inner = graph.nodes[node.operands[0]]
     if node.name == "sigmoid" and inner.name == "neg" and (other := _find(graph, "sigmoid", inner.operands)):
         return "1 - {}", other
@@ -98,27 +101,27 @@ def _form(graph: Graph, node: Node) -> tuple[str, tuple[int, ...]]:
 
 
 def paired_sigmoids(graph: Graph) -> dict[int, int]:
-    """Sigmoids to be computed together, each with the other.
+    """Pairs of independent sigmoids that are computed together, each node mapped to its partner.
 
-    None in a graph with a ``where``, which may mask a NaN: of a pair, both are NaN if either is.
+    There are none in a graph with a ``where``, which may mask a NaN: if one sigmoid of a pair is NaN, both are.
     """
     if any(node.name == "where" for node in graph.nodes):
         return {}
     pairs: dict[int, int] = {}
-    alone: int | None = None
+    unpaired: int | None = None
     for i, node in enumerate(graph.nodes):
         if node.name != "sigmoid" or _form(graph, node)[0] != _FORMS["sigmoid"]:
             continue
-        if alone is None or _depends(graph, i, alone):
-            alone = i
+        if unpaired is None or _depends(graph, i, unpaired):
+            unpaired = i
         else:
-            pairs |= {i: alone, alone: i}
-            alone = None
+            pairs |= {i: unpaired, unpaired: i}
+            unpaired = None
     return pairs
 
 
 def _depends(graph: Graph, i: int, k: int) -> bool:
-    """Whether node `i` is `k`, or made of it."""
+    """Whether node `i` is node `k` or depends on it."""
     needed = {i}
     for n in range(i, k, -1):  # nodes are in topological order
         if n in needed:
@@ -127,16 +130,18 @@ def _depends(graph: Graph, i: int, k: int) -> bool:
 
 
 def _find(graph: Graph, name: str, operands: tuple[int, ...]) -> tuple[int, ...]:
-    """The node of that name and operands, if there is one."""
-    found = (k for k, node in enumerate(graph.nodes) if node.name == name and node.operands == operands)
-    return tuple(found)[:1]
+    """The first node with this name and these operands, in a tuple, which is empty if there is none."""
+    matches = (k for k, node in enumerate(graph.nodes) if node.name == name and node.operands == operands)
+    return tuple(matches)[:1]
 
 
 def type_of(node: Node) -> str:
+    """The C++ type of a node's value."""
     return "bool" if node.name in LOGICAL else "Compute"
 
 
 def name_of(graph: Graph, i: int) -> str:
+    """The variable of a node, or the literal of a constant."""
     node = graph.nodes[i]
     if node.name != "constant":
         return f"v{i}"

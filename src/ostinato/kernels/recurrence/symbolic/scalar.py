@@ -1,4 +1,4 @@
-"""Nodes of a graph under construction that are written as formulas: ``x * sigmoid(-x)``."""
+"""Nodes of a graph under construction with arithmetic operators, to write formulas such as ``x * sigmoid(-x)``."""
 
 import functools
 from collections.abc import Callable
@@ -23,14 +23,14 @@ def _reflected(name: str) -> "Callable[[Scalar, Operand], Scalar]":
 
 
 class Scalar:
-    """A node; with a number beside it, that is a constant of the graph."""
+    """A node; numbers that it is combined with become constants of the graph."""
 
     def __init__(self, builder: Builder, index: int) -> None:
         self.builder = builder
         self.index = index
 
     def operand_of(self, name: str) -> "Scalar | None":
-        """x, if this is ``name(x)``."""
+        """x if this node is ``name(x)``, else None."""
         node = self.builder.node(self.index)
         return Scalar(self.builder, node.operands[0]) if node.name == name else None
 
@@ -44,11 +44,11 @@ class Scalar:
     __and__, __or__ = _binary("and"), _binary("or")
 
 
-Operand = Scalar | float  # at least one of an operation's is no number
+Operand = Scalar | float  # at least one operand of an operation is a Scalar
 
 
 def operation(name: str, *operands: Operand) -> Scalar:
-    """One of the graph's ``OPERATIONS``."""
+    """Add one of the graph's ``OPERATIONS``."""
     if any(isinstance(x, complex) for x in operands):
         raise Unsupported("with a complex number")
     builder = next(x.builder for x in operands if isinstance(x, Scalar))
@@ -57,7 +57,7 @@ def operation(name: str, *operands: Operand) -> Scalar:
 
 
 def named(name: str) -> Callable[..., Scalar]:
-    """The operation as a function of its operands."""
+    """An operation of this name as a function of its operands."""
     return functools.partial(operation, name)
 
 

@@ -1,4 +1,4 @@
-"""What a recurrence's function is to kernels: its trace, as graphs of its values and derivatives, or as a text."""
+"""The trace of a recurrence's function, from which its kernels are generated, and its serialisation as text."""
 
 import functools
 import json
@@ -9,18 +9,18 @@ from ostinato.kernels.recurrence.symbolic.graph import Graph, Node
 
 
 class Trace(NamedTuple):
-    """What a recurrence computes of one element.
+    """One step of a recurrence, and its derivatives, as graphs of scalar operations.
 
     Attributes:
-        name: the function's.
-        sequences: for each argument, whether it is (B, T, D) rather than per channel, (D,).
-        states: 0 if the function returns the coefficients (a, b) of a linear recurrence; otherwise how many states
-            it takes first and returns the next of.
+        name: the name of the traced function.
+        sequences: for each argument, whether it is a sequence, (B, T, D), rather than a parameter per channel, (D,).
+        states: 0 if the function returns the coefficients (a, b) of a linear recurrence; otherwise the number of
+            states, which are its first arguments and whose next values it returns.
         forward: from the states and the arguments to the coefficients or the next states.
         backward: from the states, the arguments, and the gradients of what the function returns, to the gradients of
             the states and the arguments.
         jacobian: from the states and the arguments to the derivatives of the next states with respect to the states,
-            row by row; no results for a linear recurrence.
+            row by row; without outputs for a linear recurrence.
     """
 
     name: str
@@ -30,29 +30,29 @@ class Trace(NamedTuple):
     backward: Graph
     jacobian: Graph
 
-    def __hash__(self) -> int:  # of a part: all of it would be hashed at every look-up in a cache
+    def __hash__(self) -> int:  # of a few fields: hashing whole graphs would slow down every cache look-up
         return hash((self.name, self.sequences, self.states, len(self.forward.nodes)))
 
     @property
     def text(self) -> str:
-        """A serialisation for :func:`parse`, by which operators identify a recurrence, in any process."""
+        """The serialised trace, by which operators identify a recurrence in any process; see :func:`parse`."""
         return json.dumps(self)
 
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> Trace:
-    """The trace with this text."""
+    """The inverse of :attr:`Trace.text`."""
     name, sequences, states, *graphs = json.loads(text)
     return Trace(name, tuple(sequences), states, *map(_graph, graphs))
 
 
-def _graph(parts: list) -> Graph:
-    nodes, outputs = parts
+def _graph(fields: list) -> Graph:
+    nodes, outputs = fields
     return Graph(tuple(Node(name, tuple(operands), value) for name, operands, value in nodes), tuple(outputs))
 
 
 def with_state(trace: Trace) -> Trace:
-    """The recurrence as a function of the state; of one that is linear, without derivatives."""
+    """A trace whose forward graph returns the next state; made from a linear recurrence, it has no derivatives."""
     if trace.states:
         return trace
     builder, indices = Builder(), list[int]()
@@ -60,6 +60,6 @@ def with_state(trace: Trace) -> Trace:
         is_input = node.name == "input"
         indices.append(builder.input(int(node.value) + 1) if is_input else builder.repeat(node, indices))
     a, b = (indices[i] for i in trace.forward.outputs)
-    following = builder.add("add", builder.add("mul", a, builder.input(0)), b)
-    nothing = builder.graph([])
-    return trace._replace(states=1, forward=builder.graph([following]), backward=nothing, jacobian=nothing)
+    next_state = builder.add("add", builder.add("mul", a, builder.input(0)), b)
+    empty = builder.graph([])
+    return trace._replace(states=1, forward=builder.graph([next_state]), backward=empty, jacobian=empty)

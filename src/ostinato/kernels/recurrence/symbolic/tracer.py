@@ -1,8 +1,8 @@
-"""Traces a recurrence's function to graphs of scalar operations, of its values and its derivatives.
+"""Traces a recurrence's function to graphs of scalar operations that compute its values and its derivatives.
 
 The function runs once on small tensors.  Every PyTorch operation that it calls is recorded as operations on one
-element, then those that autograd calls for its derivatives.  Operations that are not elementwise, depend on values or
-shapes, or have no scalar form, raise an error with their name and line.
+element; then so is every operation that autograd calls to differentiate it.  Operations that are not elementwise,
+depend on values or shapes, or have no scalar form, raise an error with their name and source line.
 """
 
 import linecache
@@ -23,7 +23,7 @@ from ostinato.kernels.recurrence.symbolic.scalar import Operand, Scalar, Unsuppo
 from ostinato.kernels.recurrence.symbolic.trace import Trace
 
 _SHAPE = (2, 3, 4)
-_DTYPE = torch.float32  # what kernels compute in, but for float64
+_DTYPE = torch.float32  # the dtype that kernels compute in, except for float64 tensors
 _VALUES = ("_local_scalar_dense", "equal", "nonzero")
 _READS = "it reads the value of a tensor (if, float(), .item(), math, NumPy); use torch.where and functions of torch"
 _CREATING = (
@@ -40,17 +40,17 @@ def trace(function: Callable, sequences: Sequence[bool], states: int = 0) -> Tra
     """Trace an elementwise function of (B, T, D) and per-channel tensors, and its derivatives.
 
     Args:
-        function: returns ``(a, b)`` if `states` is 0; otherwise its first argument is h, or of two states the tuple of
-            them, and it returns the next.
+        function: returns ``(a, b)`` if `states` is 0; otherwise its first argument is the state h, or the tuple of two
+            states, and it returns the next.
         sequences: for each argument but the states, whether it is (B, T, D) rather than (D,).
         states: 0, 1 or 2.
 
     Raises:
         TypeError: a result that is not a tensor, or a wrong number of results.
-        ValueError: an operation that cannot be generated, with its line.
+        ValueError: an operation for which no code can be generated, with its source line.
     """
-    with ThreadPoolExecutor(1) as alone:  # another thread, without the caller's modes, transforms and autocast
-        return alone.submit(_trace, function, tuple(map(bool, sequences)), states).result()
+    with ThreadPoolExecutor(1) as thread:  # where the caller's modes, transforms and autocast are not active
+        return thread.submit(_trace, function, tuple(map(bool, sequences)), states).result()
 
 
 def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trace:
@@ -73,9 +73,9 @@ def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trac
 
 
 def following(function: Callable, states: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
-    """What a recurrence's function returns, given two states as one pair.
+    """Call a recurrence's function, passing two states as one pair.
 
-    Raises TypeError where it takes the pair for another number of states, or returns several for one.
+    Raises TypeError if the function unpacks the pair into another number of states, or returns several for one state.
     """
     if len(states) < 2:
         results = function(*states, *arguments)
@@ -96,6 +96,7 @@ def _name(function: Callable) -> str:
 
 
 def _checked(recorder: "_Recorder", results: Any, states: int) -> list[Tensor]:
+    """What the function returned, as a list of tensors; raises TypeError if it is anything else."""
     expected = "the coefficients (a, b)" if states == 0 else "the next state" if states == 1 else "the next two states"
     results = [results] if states == 1 else results
     if not isinstance(results, tuple | list) or len(results) != max(states, 1) + (states == 0):
@@ -110,21 +111,22 @@ def _checked(recorder: "_Recorder", results: Any, states: int) -> list[Tensor]:
 
 
 def _gradients(
-    recorder: "_Recorder", results: Sequence[Tensor], inputs: list[Tensor], given: Sequence[Tensor]
+    recorder: "_Recorder", results: Sequence[Tensor], inputs: list[Tensor], cotangents: Sequence[Tensor]
 ) -> list[int]:
-    chosen = [(y, g) for y, g in zip(results, given, strict=True) if y.requires_grad]
+    """The nodes of the inputs' gradients, given those of the results."""
+    differentiable = [(y, g) for y, g in zip(results, cotangents, strict=True) if y.requires_grad]
     grads: Sequence[Tensor | None] = [None] * len(inputs)
-    if chosen and inputs:
-        outputs, cotangents = zip(*chosen, strict=True)
+    if differentiable and inputs:
+        outputs, grad_outputs = zip(*differentiable, strict=True)
         try:
-            grads = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
+            grads = torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
             raise recorder.refusal(str(error)) from error
     return [recorder.builder.constant(0.0) if g is None else recorder.index_of(g) for g in grads]
 
 
 class _Calls(TorchFunctionMode):
-    """Raises on access to shapes, which kernels do not know, and records the source lines of derivatives."""
+    """Rejects calls that read values or shapes or modify tensors in place; notes the source lines of derivatives."""
 
     _VALUES = (
         *("item", "tolist", "numpy", "__array__", "equal"),
@@ -151,8 +153,8 @@ class _Calls(TorchFunctionMode):
             if (kwargs or {}).get("out") is not None:
                 raise self._recorder.refusal(f"{name} writes to a tensor, out")
             self._recorder.called = name
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self._recorder.stop_gradients_at(given)
+        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self._recorder.stop_gradients_at(operands)
         try:
             result = func(*args, **(kwargs or {}))
         except RuntimeError as error:
@@ -161,47 +163,48 @@ class _Calls(TorchFunctionMode):
             if isinstance(y, Tensor) and y.grad_fn is not None:
                 self._recorder.lines.setdefault(y.grad_fn, f"the derivative of {name}, {self._recorder.line()}")
             elif isinstance(y, Tensor) and y.is_floating_point():
-                self._recorder.made_without_gradient(y, given)
+                self._recorder.made_without_gradient(y, operands)
         return result
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs every operation, and records it as scalar operations."""
+    """Runs every operation and records it as scalar operations."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # which would import the compiler
+        return False  # skipping it would import the compiler
 
     def __init__(self, function: Callable) -> None:
         super().__init__()
         self.builder = Builder()
         self.name = _name(function)
-        self.called = ""  # the function of PyTorch's whose operations come
-        self.lines: dict[Any, str] = {}  # where the operations of autograd's graph were called
+        self.called = ""  # the PyTorch function whose operations are being dispatched
+        self.lines: dict[Any, str] = {}  # for each node of autograd's graph, where it was called
         self._file = getattr(getattr(function, "__code__", None), "co_filename", None)
-        self._indices: dict[int, tuple[Tensor, int]] = {}  # by id; with the tensor, so that no other gets its id
+        self._indices: dict[int, tuple[Tensor, int]] = {}  # by id; keeping the tensor keeps its id from being reused
         self._without_gradient: set[int] = set()  # ids
 
     def input(self, k: int) -> Tensor:
+        """A tensor that stands for the graph's input `k`."""
         x = torch.full(_SHAPE, 0.5, dtype=_DTYPE, requires_grad=True)
         self._indices[id(x)] = x, self.builder.input(k)
         return x
 
-    def made_without_gradient(self, y: Tensor, given: Sequence[Tensor]) -> None:
-        """Note a tensor without a gradient that was made of some with one, in ``torch.no_grad`` or by ``detach``."""
-        if any(x.requires_grad or id(x) in self._without_gradient for x in given):
+    def made_without_gradient(self, y: Tensor, operands: Sequence[Tensor]) -> None:
+        """Note a result that has lost its operands' gradient, by ``torch.no_grad`` or ``detach``."""
+        if any(x.requires_grad or id(x) in self._without_gradient for x in operands):
             self._without_gradient.add(id(y))
             self.stop_gradients_at([y])
 
-    def stop_gradients_at(self, given: Sequence[Tensor]) -> None:
-        """Stop higher derivatives where autograd stops the gradient: at what was made without one.
+    def stop_gradients_at(self, tensors: Sequence[Tensor]) -> None:
+        """Stop higher derivatives where autograd stops the gradient: at tensors that have lost theirs.
 
-        What is made in ``torch.no_grad``, only where it is used outside: the results of an ``autograd.Function`` get
-        their gradient when its forward has returned.
+        A tensor made under ``torch.no_grad`` is treated so only once it is used outside: the results of an
+        ``autograd.Function`` get their gradient only after its forward, which runs without gradients, has returned.
         """
         if not torch.is_grad_enabled() or self.builder.differentiating:
             return
-        for x in given:
+        for x in tensors:
             if id(x) in self._without_gradient and not x.requires_grad:
                 self._without_gradient.remove(id(x))
                 index = self.index_of(x)
@@ -209,13 +212,13 @@ class _Recorder(TorchDispatchMode):
                     self._indices[id(x)] = x, self.builder.add("detach", index)
 
     def index_of(self, x: Tensor) -> int:
-        """The node of a tensor."""
+        """The node that computes a tensor's elements."""
         if id(x) not in self._indices:
             raise self.refusal("it uses a tensor that is not among its arguments; make it one")
         return self._indices[id(x)][1]
 
     def line(self) -> str:
-        """The current source line of the function: the innermost of its file."""
+        """The function's current source line: that of the innermost frame in its file."""
         frame = sys._getframe(1)
         while frame is not None:
             file, number = frame.f_code.co_filename, frame.f_lineno
@@ -226,6 +229,7 @@ class _Recorder(TorchDispatchMode):
         return "in a function that it calls"
 
     def refusal(self, reason: str) -> ValueError:
+        """The error for a function that cannot be traced, with the source line."""
         where = self.line()
         if self.builder.differentiating:
             where = self.lines.get(torch._C._current_autograd_node(), "in its derivative")
@@ -244,8 +248,9 @@ class _Recorder(TorchDispatchMode):
         if name in _COMPLEX or any(isinstance(x, complex) for x in args):
             raise self.refusal(f"{func.overloadpacket} makes complex numbers: pass what is complex as an argument")
         if name in _CREATING:
-            return self._created(func, func(*args, **kwargs).clone(), args)  # zeros without memory are dispatched apart
-        if name in ("empty_like", "empty") and self.builder.differentiating:  # to be filled
+            # A clone, as PyTorch dispatches zero tensors without memory differently.
+            return self._created(func, func(*args, **kwargs).clone(), args)
+        if name in ("empty_like", "empty") and self.builder.differentiating:  # autograd fills it next
             return func(*args, **kwargs)
         if name not in RULES:
             return self._decomposed(func, args, kwargs)
@@ -259,13 +264,13 @@ class _Recorder(TorchDispatchMode):
         try:
             if name.startswith("bitwise_") and not is_bool:
                 raise Unsupported("of integers")
-            found = self._index_of_result(RULES[name](*operands, **settings))
+            index = self._index_of_result(RULES[name](*operands, **settings))
         except Unsupported as error:
             raise self.refusal(f"{func.overloadpacket} {error} cannot be generated") from None
-        if is_bool and not self.builder.is_logical(found):  # True + True, which is True
-            found = self.builder.add("ne", found, self.builder.constant(0.0))
+        if is_bool and not self.builder.is_logical(index):  # the sum True + True is True, not 2
+            index = self.builder.add("ne", index, self.builder.constant(0.0))
         for y in results:
-            self._indices[id(y)] = y, found
+            self._indices[id(y)] = y, index
         return result
 
     def _index_of_result(self, result: Operand) -> int:
@@ -275,14 +280,14 @@ class _Recorder(TorchDispatchMode):
         return Scalar(self.builder, self.index_of(x)) if isinstance(x, Tensor) else x
 
     def _created(self, func: Any, made: Tensor, args: tuple) -> Tensor:
-        """Record a tensor of one number."""
+        """Record a tensor whose elements are all the same number, as a constant."""
         if not self.builder.differentiating and made.shape not in (_SHAPE, ()):
             shape = tuple(made.shape)
             raise self.refusal(f"{func.overloadpacket} makes a tensor of shape {shape}, where a number would do")
         first = made.flatten()[0].item() if made.numel() else None
         if not isinstance(first, int | float) or not bool(((made == first) | (made != made)).all()):
             raise self.refusal(f"{func.overloadpacket} makes a tensor that is not one real number everywhere")
-        if made.is_floating_point():  # the number as it was written, not as the tensor's dtype rounds it
+        if made.is_floating_point():  # the number in full precision, not as the tensor's dtype rounds it
             first = next((x for x in args if isinstance(x, float)), first)
         self._indices[id(made)] = made, self.builder.constant(first)
         return made
