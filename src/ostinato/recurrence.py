@@ -17,7 +17,7 @@ from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence, step_of
 from ostinato.kernels.recurrence.nonlinear.sequential import sequential
-from ostinato.kernels.recurrence.symbolic.tracer import following, trace
+from ostinato.kernels.recurrence.symbolic.tracer import call_function, trace
 from ostinato.kernels.recurrence.weighted.definition import with_products
 from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.operators import check_cu_seqlens
@@ -304,9 +304,9 @@ class Recurrence:
         """What the function returns; it must not change what it is given, which are results or the caller's."""
         given = (*states, *arguments)
         if torch.compiler.is_compiling() or any(x.is_inference() for x in given):  # their changes are not counted
-            return following(self.function, [x.clone() for x in states], [x.clone() for x in arguments])
+            return call_function(self.function, [x.clone() for x in states], [x.clone() for x in arguments])
         versions = [x._version for x in given]
-        results = following(self.function, states, arguments)
+        results = call_function(self.function, states, arguments)
         if [x._version for x in given] != versions:
             raise ValueError(f"{self} must not change its arguments in place")
         return results

@@ -1,4 +1,4 @@
-"""Linear recurrences on CPUs: the calls of the loops of :mod:`~ostinato.kernels.recurrence.linear.cpu_loops`."""
+"""Linear recurrences on CPUs: calls the loops of :mod:`~ostinato.kernels.recurrence.linear.cpu_loops`."""
 
 import ctypes
 import functools
@@ -21,11 +21,11 @@ from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.cpu import as_dtype, blocks_of, compute_dtype, constant, initial_state, rows
 
-WIDTH = 32  # the least channels of a task
-GROUPS = 16  # of sequences with separate sums of parameter gradients, so that results do not depend on threads
+WIDTH = 32  # the least number of channels in a task
+GROUPS = 16  # groups of sequences with separate sums of parameter gradients: results do not depend on the threads
 
 Strides = tuple[int, int, int]  # of time, sequences and directions
-Arrays = list[int]  # addresses of arrays that are laid out alike, then their strides
+Arrays = list[int]  # the addresses of arrays with equal strides, then these strides
 
 
 class _Layout(NamedTuple):
@@ -50,7 +50,7 @@ def _steps(recurrence: str, backward: bool) -> Steps:
 
 @functools.lru_cache(maxsize=1024)
 def _loop(recurrence: str, backward: bool, dtype: torch.dtype) -> tuple[Any, type[ctypes.Structure]]:
-    """The compiled loop, and the structure that it is called with."""
+    """The compiled loop, and the type of its argument structure."""
     make = cpu_loops.backward if backward else cpu_loops.forward
     return make(parse(recurrence), NUMPY_DTYPES[dtype]), cpu_loops.work_of(parse(recurrence), backward)
 
@@ -80,15 +80,15 @@ def scan_backward(
     layout = _layout(sequences[0], order)
     state = initial_state(grad_h_last, (layout.batch, layout.hidden), dtype)
     grads = [empty(h.shape, dtype) for _ in sequences]
-    given = rows(h, dtype), constant(0.0, h.shape, dtype) if grad_h is None else rows(grad_h, dtype)
-    rest = [*_arrays(given[:1], order), *_arrays(given[1:], order), *_arrays(grads, order)]
+    h_rows, grad_rows = rows(h, dtype), constant(0.0, h.shape, dtype) if grad_h is None else rows(grad_h, dtype)
+    rest = [*_arrays([h_rows], order), *_arrays([grad_rows], order), *_arrays(grads, order)]
     initial = None if h0 is None else h0.to(dtype).contiguous()
     sums = _run_backward(recurrence, layout, parameters, state, _arrays(sequences, order), rest, initial)
     return [g.to(h.dtype) for g in grads], [x[0] for x in sums], None if h0 is None else state.to(h0.dtype)
 
 
 def _sequences_and_parameters(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The sequences, with equal strides and in the compute dtype, and the parameters, (1, D)."""
+    """The sequences, in the compute dtype and with equal strides, and the parameters, (1, D)."""
     sequences, parameters = by_kind(parse(recurrence).sequences, arguments)
     dtype = compute_dtype(sequences[0])
     sequences = [rows(x, dtype) for x in sequences]
@@ -98,58 +98,62 @@ def _sequences_and_parameters(recurrence: str, arguments: Sequence[Tensor]) -> t
 
 
 def _layout(x: Tensor, order: Order) -> _Layout:
+    """The layout of a tensor (B, T, D)."""
     cu_seqlens, resets, reverse = order
     batch, length, hidden = x.shape
     together = batch if x.stride(0) < x.stride(1) else 1
     bounds = None
     if cu_seqlens is not None:
         batch, together, bounds = cu_seqlens.shape[0] - 1, 1, cu_seqlens.to(torch.int64).contiguous()
-    marks = (0, 0, 0) if resets is None else (resets.stride(1), 0 if bounds is not None else resets.stride(0), 0)
-    return _Layout(1, batch, length, hidden, together, reverse, None, bounds, resets, marks)
+    resets_strides = (0, 0, 0)
+    if resets is not None:
+        resets_strides = (resets.stride(1), 0 if bounds is not None else resets.stride(0), 0)
+    return _Layout(1, batch, length, hidden, together, reverse, None, bounds, resets, resets_strides)
 
 
 def _arrays(tensors: Sequence[Tensor], order: Order) -> Arrays:
+    """The arrays of tensors (B, T, D) with equal strides."""
     x = tensors[0]
     return [*(y.data_ptr() for y in tensors), x.stride(1), 0 if order.cu_seqlens is not None else x.stride(0), 0]
 
 
-def layer(given: LayerArguments) -> tuple[Tensor, Tensor]:
-    pre, bias, h0, _, _, recurrence, _, directions, _ = given
-    dtype, gates = compute_dtype(pre), given.gates
-    layout, row = _layer_layout(given)
+def layer(call: LayerArguments) -> tuple[Tensor, Tensor]:
+    pre, bias, h0, _, _, recurrence, _, directions, _ = call
+    dtype, gates = compute_dtype(pre), call.gates
+    layout, row = _layer_layout(call)
     wide = as_dtype(pre, dtype).contiguous()
     h = empty((*pre.shape[:-1], directions * layout.hidden), dtype)
     state = initial_state(h0, (directions, layout.batch, layout.hidden), dtype)
     inputs, result = _gates(wide, gates, layout, row), _gates(h, 1, layout, row)
-    _run(recurrence, layout, _of_gates(bias, layout), state, inputs, result)
+    _run(recurrence, layout, _gate_biases(bias, layout), state, inputs, result)
     return as_dtype(h, pre.dtype), as_dtype(state, pre.dtype)
 
 
 def layer_backward(
-    given: LayerArguments, h: Tensor, grad_h: Tensor | None, grad_h_last: Tensor | None
+    call: LayerArguments, h: Tensor, grad_h: Tensor | None, grad_h_last: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    pre, bias, h0, _, _, recurrence, _, directions, _ = given
-    dtype, gates = compute_dtype(pre), given.gates
-    layout, row = _layer_layout(given)
+    pre, bias, h0, _, _, recurrence, _, directions, _ = call
+    dtype, gates = compute_dtype(pre), call.gates
+    layout, row = _layer_layout(call)
     state = initial_state(grad_h_last, (directions, layout.batch, layout.hidden), dtype)
     grad_pre, wide, wide_h = empty_like(pre, dtype), as_dtype(pre, dtype).contiguous(), as_dtype(h, dtype).contiguous()
     rest = _gates(wide_h, 1, layout, row)
     if grad_h is None:
-        nothing = pre.new_zeros(layout.hidden, dtype=dtype)
-        rest += [nothing.data_ptr(), 0, 0, 0]
+        zeros = pre.new_zeros(layout.hidden, dtype=dtype)
+        rest += [zeros.data_ptr(), 0, 0, 0]
     else:
         grad_h = as_dtype(grad_h, dtype).contiguous()
         rest += _gates(grad_h, 1, layout, row)
     rest += _gates(grad_pre, gates, layout, row)
     initial = None if h0 is None else h0.to(dtype).contiguous()
     inputs = _gates(wide, gates, layout, row)
-    sums = _run_backward(recurrence, layout, _of_gates(bias, layout), state, inputs, rest, initial)
+    sums = _run_backward(recurrence, layout, _gate_biases(bias, layout), state, inputs, rest, initial)
     grad_bias = None if bias is None else sums.transpose(0, 1).flatten().to(bias.dtype)
     return as_dtype(grad_pre, pre.dtype), grad_bias, None if h0 is None else as_dtype(state, h0.dtype)
 
 
 class Step:
-    """One step of a layer: GEMM and loop, prepared for a number of sequences and channels."""
+    """One step of a layer, by a GEMM and the loop, prepared for a number of sequences and channels."""
 
     def __init__(self, recurrence: str, batch: int, hidden: int, dtype: torch.dtype) -> None:
         layout = _Layout(1, batch, 1, hidden)
@@ -157,27 +161,31 @@ class Step:
         self._threads, tasks, groups, width = _parts(recurrence, layout)
         gates = _steps(recurrence, False).sequences
         self._gates = [(f"x{k}", k * hidden * dtype.itemsize) for k in range(gates)]
-        self._output = empty((batch, hidden), dtype)  # of all steps: here the state, which the loop keeps as well
+        # The loop's output over time: for one step it equals the last state, which is what callers get.
+        self._output = empty((batch, hidden), dtype)
         sizes = {"together": 1, "width": width, "directions": 1, "batch": batch, "length": 1, "hidden": hidden}
         rows = {"x_b": gates * hidden, "out0": self._output.data_ptr(), "out_b": hidden}
         self._work = self._work_type(tasks=tasks, groups=groups, **sizes, **rows)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
-        """The state after the step, from an input, (B, I), and the previous state, whose shape it has, or None."""
+        """The state after the step, from an input, (B, I), and the previous state, None for zeros.
+
+        The result has the shape of the previous state, or (B, H) without one.
+        """
         pre = F.linear(x, weight, bias)
         state = torch.zeros_like(self._output) if h is None else h.clone(memory_format=torch.contiguous_format)
-        work, first = self._work_type.from_buffer_copy(self._work), pre.data_ptr()
+        work, address = self._work_type.from_buffer_copy(self._work), pre.data_ptr()
         work.state = state.data_ptr()
-        for gate, at in self._gates:
-            setattr(work, gate, first + at)
+        for gate, offset in self._gates:
+            setattr(work, gate, address + offset)
         run_loop(self._loop, work, self._threads)
         return state
 
 
-def _layer_layout(given: LayerArguments) -> tuple[_Layout, tuple[int, int]]:
-    """The layout, and the strides of steps and of sequences in rows."""
-    pre, _, _, offsets, resets, _, batch_first, directions, _ = given
-    hidden = pre.shape[-1] // (directions * given.gates)
+def _layer_layout(call: LayerArguments) -> tuple[_Layout, tuple[int, int]]:
+    """The layout of a layer, and the strides of time and of sequences, in rows of pre."""
+    pre, _, _, offsets, resets, _, batch_first, directions, _ = call
+    hidden = pre.shape[-1] // (directions * call.gates)
     if offsets is not None:
         offsets = offsets.to(torch.int64).contiguous()
         batch, length, row = int(offsets[1] - offsets[0]), offsets.shape[0] - 1, (1, 1)
@@ -185,19 +193,20 @@ def _layer_layout(given: LayerArguments) -> tuple[_Layout, tuple[int, int]]:
         batch, length, row = pre.shape[0], pre.shape[1], (1, pre.shape[1])
     else:
         batch, length, row = pre.shape[1], pre.shape[0], (pre.shape[1], 1)
-    resets = None if resets is None else resets.contiguous()  # for each direction laid out as pre is
-    marks = (0, 0, 0) if resets is None else (*row, resets[0].numel())
+    resets = None if resets is None else resets.contiguous()  # each direction's mask has the rows of pre
+    resets_strides = (0, 0, 0) if resets is None else (*row, resets[0].numel())
     together = 1 if batch_first and offsets is None else batch
-    return _Layout(directions, batch, length, hidden, together, False, offsets, None, resets, marks), row
+    return _Layout(directions, batch, length, hidden, together, False, offsets, None, resets, resets_strides), row
 
 
 def _gates(x: Tensor, gates: int, layout: _Layout, row: tuple[int, int]) -> Arrays:
-    """The arrays of the gates, which are concatenated in a contiguous tensor."""
+    """The arrays of gates that are concatenated in a contiguous tensor."""
     width, size, first = x.shape[-1], layout.hidden * x.element_size(), x.data_ptr()
     return [*(first + k * size for k in range(gates)), row[0] * width, row[1] * width, gates * layout.hidden]
 
 
-def _of_gates(bias: Tensor | None, layout: _Layout) -> Sequence[Tensor]:
+def _gate_biases(bias: Tensor | None, layout: _Layout) -> Sequence[Tensor]:
+    """The bias of each gate, (directions, H)."""
     return () if bias is None else bias.view(layout.directions, -1, layout.hidden).unbind(1)
 
 
@@ -210,12 +219,13 @@ def _run(
     rest: Arrays,
     backward: bool = False,
 ) -> None:
-    """Call a loop; `rest` is what follows the parameters in its structure, of the forward the arrays of the result."""
+    """Run a loop; `rest` are the fields after the constants in its structure: forward, the arrays of the result."""
     loop, work_type = _loop(recurrence, backward, state.dtype)
     constants = _constants(recurrence, backward, layout, parameters, state)
     threads, tasks, groups, width = _parts(recurrence, layout)
-    of_channel = [*(x.data_ptr() for x in constants), constants[0].stride(0) if constants else 0]
-    run_loop(loop, work_type(0, tasks, groups, *_sizes(layout, width, state), *inputs, *of_channel, *rest), threads)
+    per_channel = [*(x.data_ptr() for x in constants), constants[0].stride(0) if constants else 0]
+    work = work_type(0, tasks, groups, *_layout_fields(layout, width, state), *inputs, *per_channel, *rest)
+    run_loop(loop, work, threads)
 
 
 def _run_backward(
@@ -227,16 +237,15 @@ def _run_backward(
     rest: Arrays,
     h0: Tensor | None,
 ) -> Tensor:
-    """Call the backward loop; returns the gradients of the parameters, (parameters, directions, D), in float64.
+    """Run the backward loop; returns the gradients of the parameters, (parameters, directions, D), in float64.
 
-    `rest` are the arrays of the states, of their gradients, and of the gradients of the inputs.
+    `rest` are the arrays of the states, of the states' gradients, and of the inputs' gradients.
     """
     zeros, (_, _, groups, _) = state.new_zeros(layout.hidden), _parts(recurrence, layout)
     before = [zeros.data_ptr(), 0] if h0 is None else [h0.data_ptr(), layout.hidden]
     sums = state.new_zeros(len(parameters), groups, layout.directions, layout.hidden)
     totals = torch.zeros_like(sums, dtype=torch.float64)
-    of_sums = [x.data_ptr() for x in sums]
-    rest = [*rest, *before, zeros.data_ptr(), *of_sums, totals.data_ptr()]
+    rest = [*rest, *before, zeros.data_ptr(), *(x.data_ptr() for x in sums), totals.data_ptr()]
     _run(recurrence, layout, parameters, state, inputs, rest, backward=True)
     return totals.sum(1)
 
@@ -244,13 +253,13 @@ def _run_backward(
 def _constants(
     recurrence: str, backward: bool, layout: _Layout, parameters: Sequence[Tensor], state: Tensor
 ) -> Sequence[Tensor]:
-    """What steps need of the parameters, precomputed: (directions, D), with equal strides and contiguous channels."""
+    """The steps' constants, computed from the parameters: (directions, D), with equal strides and D contiguous."""
     wide = [rows(x, state.dtype) for x in parameters]
     graph = _steps(recurrence, backward).constants
     if _is_nothing_but_inputs(graph):
         constants = [wide[int(graph.nodes[i].value)] for i in graph.outputs]
     else:
-        constants = [as_dtype(x, state.dtype) for x in evaluate(graph, wide)]  # tests too, as 1 and 0
+        constants = [as_dtype(x, state.dtype) for x in evaluate(graph, wide)]  # Boolean ones become 1 and 0
     if layout.directions > 1 and any(x.stride() != constants[0].stride() for x in constants):
         constants = [x.contiguous() for x in constants]
     return constants
@@ -269,7 +278,8 @@ def _parts(recurrence: str, layout: _Layout) -> tuple[int, int, int, int]:
     return threads, layout.directions * groups * blocks, groups, width
 
 
-def _sizes(layout: _Layout, width: int, state: Tensor) -> list[int]:
+def _layout_fields(layout: _Layout, width: int, state: Tensor) -> list[int]:
+    """The fields of a loop's structure from ``together`` to the strides of the resets."""
     return [
         *(layout.together, width, layout.directions, layout.batch, layout.length, layout.hidden, layout.reverse),
         0 if layout.offsets is None else layout.offsets.data_ptr(),

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The CPU's loops over time around the steps of generated recurrences, compiled by Numba.
+"""The CPU's loops over time, which call the steps generated for a linear recurrence; compiled by Numba.
 
-The work of a loop is divided into directions, groups of sequences, and blocks of channels.  Time is the middle loop;
-channels are the inner one, contiguous, vectorised by LLVM.  ``state`` carries the state from step to step: the initial
-one on entry, the last one on return; backward, its gradient.
+A task is a direction, a group of sequences and a block of channels.  Time is the middle loop; channels are the inner
+loop, contiguous and vectorised by LLVM.  ``state`` carries the state from step to step: the initial one on entry, the
+last one on return; in the backward pass, its gradient.
 """
 
 import ctypes
@@ -21,16 +21,16 @@ from ostinato.kernels.recurrence.linear.cpu_step import print_step
 from ostinato.kernels.recurrence.linear.steps import steps_of
 from ostinato.kernels.recurrence.symbolic.trace import Trace
 
-FLUSH = 64  # steps whose gradients of parameters are summed in the loop's dtype before they join the float64 total
+FLUSH = 64  # steps over which parameter gradients are summed in the loop's dtype before they join the float64 total
 STRIDES = ("_t", "_b", "_d")  # of time, sequences and directions
 
 
 @functools.cache
 def work_type(sequences: int, constants: int, sums: int, backward: bool) -> type[ctypes.Structure]:
-    """The structure of a loop's arguments.
+    """The argument structure of a loop.
 
-    Step t of sequence b in a direction is at ``t * x_t + b * x_b + direction * x_d`` in each array x; of packed
-    sequences, t is ``offsets[t]``, or starts at ``bounds[b]``.
+    Step t of sequence b in a direction is at ``t * x_t + b * x_b + direction * x_d`` in each array x.  In this formula,
+    ``offsets[t]`` takes the place of t for packed sequences, and t counts from ``bounds[b]`` for concatenated ones.
     """
 
     def strided(name: str, count: int) -> list[tuple[str, type]]:
@@ -51,9 +51,9 @@ def work_type(sequences: int, constants: int, sums: int, backward: bool) -> type
 
 
 def _generated(trace: Trace, backward: bool, dtype: type) -> tuple[str, dict[str, Callable]]:
-    """The functions printed for a recurrence, with their source."""
+    """The source of the functions generated for a recurrence, and the functions by name."""
     source = print_step(trace, backward)
-    load, store = restricted(*dict.fromkeys(re.findall(r'"(\w+)"', source)))  # the arrays that it names
+    load, store = restricted(*dict.fromkeys(re.findall(r'"(\w+)"', source)))  # all arrays that the source names
     names: dict[str, Any] = {
         **vars(elementary),
         "pointer_to": pointer_to,
@@ -68,6 +68,7 @@ def _generated(trace: Trace, backward: bool, dtype: type) -> tuple[str, dict[str
 
 
 def work_of(trace: Trace, backward: bool) -> Any:
+    """The argument structure of a recurrence's loop."""
     steps = steps_of(trace, backward)
     sums = steps.parameters if backward else 0
     return work_type(steps.sequences, len(steps.constants.outputs), sums, backward)
@@ -75,7 +76,7 @@ def work_of(trace: Trace, backward: bool) -> Any:
 
 @functools.cache
 def forward(trace: Trace, dtype: type) -> Any:
-    """``state = a[t]*state + b[t]``; out[t] is the state after step t."""
+    """The compiled loop of ``state = a[t] * state + b[t]``; out[t] is the state after step t."""
     source, functions = _generated(trace, False, dtype)
     step, prefetch_x = functions["step"], functions["prefetch_x"]
     pointers_x, pointers_c = functions["pointers_x"], functions["pointers_c"]
@@ -130,9 +131,10 @@ def forward(trace: Trace, dtype: type) -> Any:
 
 @functools.cache
 def backward(trace: Trace, dtype: type) -> Any:
-    """The gradients, recomputing a and b; ``state`` takes the last state's and returns the initial state's.
+    """The compiled loop of the gradients, which recomputes a and b.
 
-    Each group of sequences sums its own gradients of the parameters, in ``totals``.
+    ``state`` is the gradient of the last state on entry, of the initial state on return.  Each group of sequences sums
+    its gradients of the parameters separately, in ``totals``.
     """
     source, functions = _generated(trace, True, dtype)
     step, prefetch_x = functions["step"], functions["prefetch_x"]
@@ -157,7 +159,7 @@ def backward(trace: Trace, dtype: type) -> Any:
         while task < work.tasks:
             block, group, direction = task // (groups * directions), task % groups, task // groups % directions
             begin, end = block * work.width, min((block + 1) * work.width, hidden)
-            descending = direction != work.reverse  # of the forward: this one goes the other way
+            descending = direction != work.reverse  # the time order of the forward pass, opposite to this loop's
             at_c, at_sum = direction * c_d, (group * directions + direction) * hidden
             group_end = (group + 1) * batch // groups
             for b_begin in range(group * batch // groups, group_end, together):
@@ -165,7 +167,7 @@ def backward(trace: Trace, dtype: type) -> Any:
                 for i in range(last - first):
                     t, t_before = (first + i, first + i + 1) if descending else (last - 1 - i, last - 2 - i)
                     row, row_before, b_end = t, t_before, min(b_begin + together, group_end)
-                    b_start = b_end if i < last - first - 1 else 0  # sequences from here on have no earlier step
+                    b_start = b_end if i < last - first - 1 else 0  # sequences from this one on have no earlier step
                     if work.offsets:
                         row, b_end = offsets[t], min(b_end, offsets[t + 1] - offsets[t])
                         if i < last - first - 1:

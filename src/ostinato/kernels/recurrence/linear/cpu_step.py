@@ -1,4 +1,4 @@
-"""A traced linear recurrence as the functions that the loops of ``cpu_loops.py`` call, forward and backward."""
+"""Prints a traced linear recurrence as the functions that the loops of ``cpu_loops.py`` call, forward and backward."""
 
 import functools
 
@@ -6,7 +6,7 @@ from ostinato.kernels.recurrence.linear.steps import Steps, steps_of
 from ostinato.kernels.recurrence.symbolic.print_cpu import lines_of
 from ostinato.kernels.recurrence.symbolic.trace import Trace
 
-# x, c, grad and sum are tuples of pointers, and at_... the place of a row's first channel behind each of them.
+# x, c, grad and sum are tuples of pointers; at_x is the offset of a row's first channel from each pointer of x.
 _FORWARD = """
 def step(j, x, at_x, c, at_c, state, at, out, at_out):
 {body}
@@ -25,7 +25,7 @@ def step(j, x, at_x, c, at_c, h, at_h, grad_h, at_grad_h, state, at, grad, at_gr
 
 @functools.lru_cache(maxsize=1024)
 def print_step(trace: Trace, backward: bool) -> str:
-    """The source of ``step``, and of functions that gather its arguments from the loop's ``work``."""
+    """The source of ``step``, and of the functions that read, prefetch and flush the arrays it is called with."""
     steps = steps_of(trace, backward)
     constants = len(steps.constants.outputs)
     loads = [f'load(x[{k}], at_x + j, "x{k}")' for k in range(steps.sequences)]
@@ -55,8 +55,9 @@ def _pointers(name: str, count: int) -> str:
 
 
 def _gradients(steps: Steps, factors: list[str]) -> list[str]:
+    """Lines that store the sequences' gradients and sum the parameters'."""
     lines = []
-    names: dict[str, str] = {}  # equal gradients, as of a sum's terms, are one
+    names: dict[str, str] = {}  # equal gradients, such as those of the terms of a sum, are computed once
     for k, factor in enumerate(factors):
         if factor not in names:
             names[factor] = f"g{k}"

@@ -1,4 +1,4 @@
-"""Linear recurrences on NVIDIA GPUs: the scan's kernel around an element printed from a trace."""
+"""Linear recurrences on NVIDIA GPUs: launches of the scan's kernel with an element generated from a trace."""
 
 import functools
 import struct
@@ -19,9 +19,10 @@ from ostinato.kernels.scan.cuda.launch import Scan
 from ostinato.kernels.scan.cuda.problem import Problem, Strides
 from ostinato.kernels.scan.cuda.scans import Element, along_channels, last_state, prepare_scan
 
-MOST_AT_ONCE, STEP_WARPS = 8, 4  # of the one-kernel step: sequences, whose sums a warp accumulates; warps of a block
-# Weights, once for each group of sequences, beyond which cuBLAS's products of many are faster; by bytes of one.  In 16
-# bits, on tensor cores, they are so from half as many on, but launching product and scan takes the host twice as long.
+MOST_AT_ONCE, STEP_WARPS = 8, 4  # of projected_step.cu: sequences that a warp accumulates at once, warps of a block
+# The most weights, by bytes of one, that a step of many sequences reads in this kernel, once for each group of
+# sequences: for more, a cuBLAS product and a scan are faster.  In 16 bits, on tensor cores, these are faster from half
+# as many weights on, but two launches take the host twice as long.
 MOST_READ = {2: 1 << 23, 4: 1 << 24, 8: 1 << 24}
 
 
@@ -63,7 +64,7 @@ def scan_backward(
 
 
 def _sequences_and_parameters(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The sequences, with contiguous channels, and the parameters, in one dtype."""
+    """The sequences, with contiguous channels, and the parameters, all of one dtype."""
     sequences, parameters = by_kind(parse(recurrence).sequences, arguments)
     parameters = [x.contiguous() for x in parameters]
     if len({x.dtype for x in parameters}) > 1:
@@ -74,7 +75,7 @@ def _sequences_and_parameters(recurrence: str, arguments: Sequence[Tensor]) -> t
 
 @functools.lru_cache(maxsize=1024)
 def element_of(recurrence: str, backward: bool) -> Element:
-    """A recurrence as a scan's operation."""
+    """A recurrence as the operation that the scan's kernel applies."""
     trace = parse(recurrence)
     gradient = None if backward else functools.partial(element_of, recurrence, True)
     return Element(element_name(trace, backward), print_element(trace, backward), gradient)
@@ -93,7 +94,7 @@ def _prepare_layer(
     resets: Strides | None,
     bias_dtype: torch.dtype | None,
 ) -> Scan:
-    """The scan of a layer whose pre-activations have this shape; `packed` is (sequences, steps), or zeros."""
+    """The scan of a layer, prepared for pre-activations of this shape; `packed` is (sequences, steps) or (0, 0)."""
     kinds = parse(recurrence).sequences
     element = element_of(recurrence, backward)
     gates = sum(kinds)
@@ -106,7 +107,7 @@ def _prepare_layer(
         batch, steps, batch_rows, time_rows = shape[1], shape[0], 1, shape[1]
 
     def strides(gates: int) -> tuple[Strides, ...]:
-        """Of the gates of a contiguous tensor whose channels are (direction, gate, channel)."""
+        """The strides of each gate in a contiguous tensor whose last dimension is (direction, gate, channel)."""
         width = directions * gates * channels
         return ((batch_rows * width, time_rows * width, gates * channels),) * gates
 
@@ -133,17 +134,17 @@ def _prepare_layer(
 
 
 def _gates(x: Tensor | None, gates: int, channels: int) -> Sequence[int]:
-    """The addresses of each gate's first channel; 0 without any."""
+    """The address of each gate's first channel; a single 0 without a tensor."""
     if x is None:
         return (0,)
     first, size = x.data_ptr(), channels * x.itemsize
     return range(first, first + gates * size, size)
 
 
-def layer(given: LayerArguments) -> tuple[Tensor, Tensor]:
-    pre, bias, h0, offsets, resets, recurrence, _, directions, _ = given
+def layer(call: LayerArguments) -> tuple[Tensor, Tensor]:
+    pre, bias, h0, offsets, resets, recurrence, _, directions, _ = call
     pre = pre.contiguous()
-    scan = _prepare_layer(recurrence, False, *_layer_key(given))
+    scan = _prepare_layer(recurrence, False, *_layer_key(call))
     gates, channels = len(scan.problem.inputs), scan.problem.channels
     h = pre.new_empty(*pre.shape[:-1], directions * channels)
     h_last = pre.new_empty(directions, scan.problem.batch, channels)
@@ -155,11 +156,11 @@ def layer(given: LayerArguments) -> tuple[Tensor, Tensor]:
 
 
 def layer_backward(
-    given: LayerArguments, h: Tensor, grad_h: Tensor | None, grad_h_last: Tensor | None
+    call: LayerArguments, h: Tensor, grad_h: Tensor | None, grad_h_last: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    pre, bias, h0, offsets, resets, recurrence, *_ = given
+    pre, bias, h0, offsets, resets, recurrence, *_ = call
     pre = pre.contiguous()
-    scan = _prepare_layer(recurrence, True, *_layer_key(given))
+    scan = _prepare_layer(recurrence, True, *_layer_key(call))
     gates, channels = len(scan.problem.outputs), scan.problem.channels
     h0 = None if h0 is None else h0.contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -173,36 +174,37 @@ def layer_backward(
     return grad_pre, None if bias is None or sums is None else sums.flatten().to(bias.dtype), grad_h0
 
 
-def _layer_key(given: LayerArguments) -> tuple:
-    pre, bias, h0, offsets, resets, _, batch_first, directions, _ = given
+def _layer_key(call: LayerArguments) -> tuple:
+    """The arguments of :func:`_prepare_layer` after `backward`."""
+    pre, bias, h0, offsets, resets, _, batch_first, directions, _ = call
     packed = (0, 0) if offsets is None or h0 is None else (h0.shape[1], offsets.shape[0] - 1)
-    marks = None
-    if resets is not None:  # for each direction laid out as pre is, of which a packed one has no dimension of sequences
+    strides = None
+    if resets is not None:  # (directions, rows) if packed, when both strides of rows are the same
         direction, *rows = resets.stride()
-        marks = (*(rows * 2 if packed[0] else rows if batch_first else rows[::-1]), direction)
+        strides = (*(rows * 2 if packed[0] else rows if batch_first else rows[::-1]), direction)
     bias_dtype = None if bias is None else bias.dtype
-    return pre.dtype, pre.get_device(), pre.shape, packed, batch_first, directions, marks, bias_dtype
+    return pre.dtype, pre.get_device(), pre.shape, packed, batch_first, directions, strides, bias_dtype
 
 
 class Step:
-    """One step of a layer, prepared for sizes: one kernel, or of many sequences of large layers GEMM and scan."""
+    """One step of a layer, prepared for its sizes: one kernel, or GEMM and scan for many sequences of large layers."""
 
     def __init__(self, recurrence: str, batch: int, inputs: int, hidden: int, dtype: torch.dtype, device: int) -> None:
         self._recurrence, self._sizes, self._dtype, self._device = recurrence, (batch, inputs, hidden), dtype, device
         self._shape, self._strides = (batch, hidden), (hidden, 1)
         gates = len(parse(recurrence).sequences)
-        self._starts: dict[int, Callable[..., None]] = {}  # by the low bits of the addresses
+        self._launches: dict[int, Callable[..., None]] = {}  # by the low bits of the addresses
         self._scan: Scan | None = None
         self._groups = -(-batch // MOST_AT_ONCE)
-        few = 4 if dtype.itemsize == 2 else MOST_AT_ONCE  # sequences, of which products are never faster
+        few = 4 if dtype.itemsize == 2 else MOST_AT_ONCE  # sequences, for which a GEMM and a scan are never faster
         if batch > few and self._groups * gates * hidden * inputs > MOST_READ[dtype.itemsize]:
             layer = (1, batch, gates * hidden), (0, 0), False, 1, None, None
             self._scan = _prepare_layer(recurrence, False, dtype, device, *layer)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
-        """The state after the step, from an input, (B, I), contiguous weights, and the previous state, or None.
+        """The state after the step, from an input, (B, I), contiguous weights, and the previous state, None for zeros.
 
-        It has the shape of the previous state, or (B, H).
+        The result has the shape of the previous state, or (B, H) without one.
         """
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
@@ -218,18 +220,18 @@ class Step:
             self._scan.launch(pre, (*gates, state.data_ptr(), 0, initial, 0, 0))
             return state
         x = x if x.is_contiguous() else x.contiguous()
-        of_x, of_weight = x.data_ptr(), weight.data_ptr()
-        low = (of_x | of_weight) & 7
-        start = self._starts.get(low)
-        if start is None:
-            start = self._starts[low] = self._prepare(low)
-        start(of_x, of_weight, 0 if bias is None else bias.data_ptr(), initial, state.data_ptr())
+        x_address, weight_address = x.data_ptr(), weight.data_ptr()
+        low_bits = (x_address | weight_address) & 7
+        launch = self._launches.get(low_bits)
+        if launch is None:
+            launch = self._launches[low_bits] = self._prepare(low_bits)
+        launch(x_address, weight_address, 0 if bias is None else bias.data_ptr(), initial, state.data_ptr())
         return state
 
-    def _prepare(self, low: int) -> Callable[..., None]:
+    def _prepare(self, low_bits: int) -> Callable[..., None]:
         """A function that launches the kernel for addresses with these low bits."""
         batch, inputs, hidden = self._sizes
-        macros = step_macros(self._recurrence, self._dtype, batch, inputs, low)
+        macros = step_macros(self._recurrence, self._dtype, batch, inputs, low_bits)
         kernel = nvrtc.load_kernel("projected_step", step_source(self._recurrence), macros, self._device)
         vector: Any = dict(macros)["VEC"]
         rest = struct.pack("=4i", inputs // vector, hidden, batch, self._groups)
@@ -239,14 +241,17 @@ class Step:
 
 @functools.cache
 def step_source(recurrence: str) -> str:
-    """The CUDA C++ of ``projected_step.cu`` with what it uses, for a recurrence."""
-    before = nvrtc.source("cuda/numeric.cuh", "cuda/gemv.cuh", "scan/cuda/elements.cuh")
-    return before + element_of(recurrence, False).code + nvrtc.source("recurrence/linear/projected_step.cu")
+    """The CUDA C++ of ``projected_step.cu`` for a recurrence, with everything that it includes."""
+    headers = nvrtc.source("cuda/numeric.cuh", "cuda/gemv.cuh", "scan/cuda/elements.cuh")
+    return headers + element_of(recurrence, False).code + nvrtc.source("recurrence/linear/projected_step.cu")
 
 
-def step_macros(recurrence: str, dtype: torch.dtype, batch: int, inputs: int, low: int = 0) -> Macros:
-    """The preprocessor definitions of ``projected_step.cu``; `low`: the low bits of inputs' and weights' addresses."""
-    units = 8 // dtype.itemsize | inputs | low // dtype.itemsize
+def step_macros(recurrence: str, dtype: torch.dtype, batch: int, inputs: int, low_bits: int = 0) -> Macros:
+    """The preprocessor definitions of ``projected_step.cu``.
+
+    `low_bits` are those of the addresses of inputs and weights, whose alignment limits the width of vector loads.
+    """
+    units = 8 // dtype.itemsize | inputs | low_bits // dtype.itemsize
     element = element_of(recurrence, False).name
     macros = {"ELEMENT": element, "SCALAR": SCALARS[dtype], "VEC": units & -units, "WARPS": STEP_WARPS}
     return (*macros.items(), ("BATCH", min(batch, MOST_AT_ONCE)))

@@ -1,4 +1,4 @@
-"""A traced linear recurrence as the Elements of ``scan.cu``, forward and backward."""
+"""Prints a traced linear recurrence as the structs ``Element`` that ``scan.cu`` calls, forward and backward."""
 
 import functools
 from collections.abc import Sequence
@@ -41,13 +41,13 @@ struct {name} : Backward<{plain}, {factors}> {{
 
 
 def element_name(trace: Trace, backward: bool) -> str:
-    """The name of the struct, by which its geometry is looked up: that of a step that moves as many tensors."""
+    """The name of the struct, by which the kernel's geometry is chosen: all with as many tensors share one."""
     return f"Generated{sum(trace.sequences)}" + "Backward" * backward
 
 
 @functools.lru_cache(maxsize=1024)
 def print_element(trace: Trace, backward: bool) -> str:
-    """The struct of a linear recurrence, for the place between ``elements.cuh`` and ``scan.cu``."""
+    """The struct of a linear recurrence, to be compiled after ``elements.cuh`` and before ``scan.cu``."""
     steps = steps_of(trace, backward)
     constants, step, count = steps.constants, steps.step, len(steps.constants.outputs)
     inputs = [f"x[{k}]" for k in range(steps.sequences)] + [f"channel.c{k}" for k in range(count)] + ["previous"]
@@ -63,16 +63,17 @@ def print_element(trace: Trace, backward: bool) -> str:
     if not backward:
         return _FORWARD.format(**texts, results=", ".join(name_of(step, i) for i in step.outputs))
     a, *factors = step.outputs
-    chosen = sorted(set(factors), key=factors.index)  # equal gradients, as of a sum's terms, are one
+    distinct = sorted(set(factors), key=factors.index)  # equal gradients, such as those of a sum's terms, count once
     return _BACKWARD.format(
         **texts,
-        factors=len(chosen),
-        of_outputs=_by_index([chosen.index(i) for i in factors[: steps.sequences]]),
-        of_parameters=_by_index([chosen.index(i) for i in factors[steps.sequences :]]),
+        factors=len(distinct),
+        of_outputs=_by_index([distinct.index(i) for i in factors[: steps.sequences]]),
+        of_parameters=_by_index([distinct.index(i) for i in factors[steps.sequences :]]),
         a=name_of(step, a),
-        results=", ".join(name_of(step, i) for i in chosen),
+        results=", ".join(name_of(step, i) for i in distinct),
     )
 
 
 def _by_index(values: Sequence[int]) -> str:
+    """A C++ expression of ``values[k]``."""
     return "".join(f"k == {k} ? {value} : " for k, value in enumerate(values[:-1])) + str(values[-1] if values else 0)

@@ -19,14 +19,14 @@ from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear import torch_ops
 
 
-def _layer_shapes(given: LayerArguments) -> tuple[tuple, tuple]:
-    """Shapes of h and h_last."""
-    pre, directions, channels = given.pre, given.directions, given.pre.shape[-1] // given.gates
-    if given.offsets is None:
-        batch = pre.shape[0 if given.batch_first else 1]
+def _layer_shapes(call: LayerArguments) -> tuple[tuple, tuple]:
+    """The shapes of h and h_last."""
+    pre, directions, channels = call.pre, call.directions, call.pre.shape[-1] // call.gates
+    if call.offsets is None:
+        batch = pre.shape[0 if call.batch_first else 1]
     else:
-        assert given.h0 is not None, "packed sequences come with an initial state, which says how many there are"
-        batch = given.h0.shape[1]
+        assert call.h0 is not None, "packed sequences come with an initial state, which says how many there are"
+        batch = call.h0.shape[1]
     return (*pre.shape[:-1], channels), (directions, batch, channels // directions)
 
 
@@ -41,19 +41,19 @@ def _layer_scan(
     directions: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """h, laid out as pre with S*H channels, and h_last, (S, B, H)."""
-    given = LayerArguments(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend)
+    """h, with the layout of pre and S*H channels, and h_last, (S, B, H)."""
+    call = LayerArguments(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend)
     kernels = kernels_on(backend, pre.device.type)
     if pre.numel() == 0:
-        h_shape, last_shape = _layer_shapes(given)
+        h_shape, last_shape = _layer_shapes(call)
         return pre.new_empty(h_shape), pre.new_zeros(last_shape) if h0 is None else h0.clone()
-    return torch_ops.layer(*given) if kernels is None else kernels.layer(given)
+    return torch_ops.layer(*call) if kernels is None else kernels.layer(call)
 
 
 def _layer_scan_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    given = LayerArguments(*args)
-    h_shape, last_shape = _layer_shapes(given)
-    return given.pre.new_empty(h_shape), given.pre.new_empty(last_shape)
+    call = LayerArguments(*args)
+    h_shape, last_shape = _layer_shapes(call)
+    return call.pre.new_empty(h_shape), call.pre.new_empty(last_shape)
 
 
 def _layer_scan_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -66,8 +66,8 @@ def _layer_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None
     if grad_h is None and grad_h_last is None:
         return (None,) * len(LayerArguments._fields)
     *tensors, h = ctx.saved_tensors
-    given = *tensors, *ctx.settings, h, grad_h, grad_h_last
-    grads = layer_scan_backward(*given)
+    backward_args = *tensors, *ctx.settings, h, grad_h, grad_h_last
+    grads = layer_scan_backward(*backward_args)
     _, bias, h0, *_ = tensors
     return grads[0], None if bias is None else grads[1], None if h0 is None else grads[2], *NOTHING
 
@@ -86,8 +86,8 @@ def _layer_scan_backward_impl(
     grad_h: Tensor | None,
     grad_h_last: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of pre, bias and h0, empty for absent ones."""
-    given = LayerArguments(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend)
+    """The gradients of pre, bias and h0, empty for absent inputs."""
+    call = LayerArguments(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend)
     if pre.numel() == 0:
         grad_bias = None if bias is None else torch.zeros_like(bias)
         grad_h0 = None if h0 is None else torch.zeros_like(h0) if grad_h_last is None else grad_h_last.clone()
@@ -95,9 +95,9 @@ def _layer_scan_backward_impl(
     kernels = kernels_on(backend, pre.device.type)
     if kernels is None:
         with torch.no_grad():
-            grads = _layer_scan_backward_composite(*given, h, grad_h, grad_h_last)
+            grads = _layer_scan_backward_composite(*call, h, grad_h, grad_h_last)
             return grads[0].clone(), grads[1].clone(), grads[2].clone()
-    grad_pre, grad_bias, grad_h0 = kernels.layer_backward(given, h, grad_h, grad_h_last)
+    grad_pre, grad_bias, grad_h0 = kernels.layer_backward(call, h, grad_h, grad_h_last)
     return grad_pre, or_empty(grad_bias, pre), or_empty(grad_h0, pre)
 
 
@@ -117,15 +117,14 @@ def _layer_scan_backward_composite(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _layer_scan_groups(*args: Any) -> Groups:
-    given = LayerArguments(*args)
-    gates = given.directions * given.gates
-    return (gates, gates, 1, *NOTHING), (given.directions, 1)
+    call = LayerArguments(*args)
+    gates = call.directions * call.gates
+    return (gates, gates, 1, *NOTHING), (call.directions, 1)
 
 
 def _layer_scan_backward_groups(*args: Any) -> Groups:
-    of_inputs, of_results = _layer_scan_groups(*args[:-3])
-    h, h_last = of_results
-    return (*of_inputs, h, h, h_last), (*of_inputs[:DIFFERENTIABLE],)  # type: ignore[arg-type]
+    inputs, (h, h_last) = _layer_scan_groups(*args[:-3])
+    return (*inputs, h, h, h_last), (*inputs[:DIFFERENTIABLE],)  # type: ignore[arg-type]
 
 
 layer_scan_backward = gradient(
@@ -138,10 +137,10 @@ layer_scan_backward = gradient(
 
 
 def _plain_layer(*args: Any) -> tuple[Tensor, Tensor]:
-    given = LayerArguments(*args)
-    if given.offsets is not None:
+    call = LayerArguments(*args)
+    if call.offsets is not None:
         refuse_packed()
-    return torch_ops.layer(*given._replace(backend="loop"))
+    return torch_ops.layer(*call._replace(backend="loop"))
 
 
 layer_scan = operator(
@@ -166,7 +165,7 @@ def projected_scan(
     batch_first: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor] | None:
-    """``layer_scan`` of ``x @ weight.T``, where there is a kernel for both that is faster; None elsewhere."""
+    """``layer_scan`` of the pre-activations ``x @ weight.T``, if one kernel computes both faster; otherwise None."""
     if not x.is_cuda or x.dtype.itemsize != 2 or backend not in ("auto", "cuda"):
         return None
     if not is_eager((x, weight, bias, h0, resets)) or kernels_on(backend, "cuda") is None:
@@ -180,7 +179,7 @@ def projected_scan(
 
 @functools.lru_cache(maxsize=1024)
 def step_of(recurrence: str, batch: int, inputs: int, hidden: int, dtype: torch.dtype, device: int) -> Any:
-    """What makes one step of a layer on a GPU, or for -1 on a CPU: ``Step`` of ``cuda.py`` or ``cpu.py``."""
+    """The cached ``Step`` of ``cuda.py`` for one step of a layer on a GPU, or of ``cpu.py`` if `device` is -1."""
     if device < 0:
         from ostinato.kernels.recurrence.linear import cpu
 

@@ -1,6 +1,6 @@
-"""A linear recurrence as a differentiable operator, run by the backend that the caller names.
+"""A linear recurrence as a differentiable operator, computed by the backend that the caller names.
 
-The operator takes the recurrence as the text of its trace, as that of ``layer.py`` does.
+Like the operator of ``layer.py``, it takes the recurrence as the text of its trace.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ from ostinato.kernels.scan.operators import after_no_steps, check_cu_seqlens
 
 # linear_recurrence(recurrence, h0, cu_seqlens, resets, reverse, backend, *arguments) -> h, h_last
 #
-# The arguments are those of the recurrence: (B, T, D), any strides, of one dtype, or (D,), each of a dtype of its own.
-# The rest is as in linear_scan.
+# The arguments are those of the recurrence: sequences, (B, T, D), of any strides and one dtype, and parameters, (D,),
+# each of any dtype.  The rest is as in linear_scan.
 
 
 def _linear_recurrence(
@@ -60,8 +60,8 @@ def _linear_recurrence_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor
     h0, h, cu_seqlens, resets, *arguments = ctx.saved_tensors
     if grad_h is None and grad_h_last is None:
         return (None,) * (6 + len(arguments))
-    given = h0, h, grad_h, grad_h_last, cu_seqlens, resets
-    grad_h0, *grads = linear_recurrence_backward(ctx.recurrence, *given, ctx.reverse, ctx.backend, *arguments)
+    tensors = h0, h, grad_h, grad_h_last, cu_seqlens, resets
+    grad_h0, *grads = linear_recurrence_backward(ctx.recurrence, *tensors, ctx.reverse, ctx.backend, *arguments)
     return None, None if h0 is None else grad_h0, None, None, None, None, *grads
 
 
@@ -84,15 +84,15 @@ def _linear_recurrence_backward_impl(
     kernels = kernels_on(backend, h.device.type)
     if kernels is None:
         with torch.no_grad():
-            given = h0, h, grad_h, grad_h_last, *order, backend
-            found = _linear_recurrence_backward_composite(recurrence, *given, *arguments)
-        return [x.clone() for x in found]
-    shared = h, h0, grad_h, grad_h_last, order
-    of_sequences, of_parameters, grad_h0 = kernels.scan_backward(recurrence, *shared, *arguments)
-    grads = in_order(parse(recurrence).sequences, of_sequences, of_parameters)
-    # Those of parameters are rows of one tensor, and what an operator returns must not share memory.
-    of_arguments = (grad.to(x.dtype, copy=x.dim() == 1) for grad, x in zip(grads, arguments, strict=True))
-    return [or_empty(grad_h0, h), *of_arguments]
+            others = h0, h, grad_h, grad_h_last, *order, backend
+            results = _linear_recurrence_backward_composite(recurrence, *others, *arguments)
+        return [x.clone() for x in results]
+    states = h, h0, grad_h, grad_h_last
+    grad_sequences, grad_parameters, grad_h0 = kernels.scan_backward(recurrence, *states, order, *arguments)
+    grads = in_order(parse(recurrence).sequences, grad_sequences, grad_parameters)
+    # The parameters' gradients are rows of one tensor, but the results of an operator must not share memory.
+    grad_arguments = (grad.to(x.dtype, copy=x.dim() == 1) for grad, x in zip(grads, arguments, strict=True))
+    return [or_empty(grad_h0, h), *grad_arguments]
 
 
 def _linear_recurrence_backward_fake(recurrence: str, h0: Tensor | None, h: Tensor, *rest: Any) -> list[Tensor]:
@@ -109,8 +109,8 @@ def _linear_recurrence_backward_composite(
 ) -> tuple[Tensor, ...]:
     args = recurrence, h0, *rest
     wanted = [False, h0 is not None, False, False, False, False] + [True] * (len(args) - 6)
-    found = gradients(torch_ops.scan, args, (grad_h, grad_h_last), wanted)
-    return or_empty(found[1], h), *(g for g in found[6:] if g is not None)
+    grads = gradients(torch_ops.scan, args, (grad_h, grad_h_last), wanted)
+    return or_empty(grads[1], h), *(g for g in grads[6:] if g is not None)
 
 
 def _linear_recurrence_groups(*args: Any) -> Groups:

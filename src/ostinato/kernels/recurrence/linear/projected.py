@@ -1,6 +1,6 @@
-"""Linear recurrences of two matrix products on Hopper GPUs: GEMM, gates and scan in one kernel, ``projected.cu``.
+"""Layers of linear recurrences on Hopper GPUs: GEMM, gates and scan in one kernel, ``projected.cu``.
 
-It reads x and writes h; pre-activations never leave the chip.
+The kernel reads x and writes h; the two or three pre-activations of each channel never leave the chip.
 """
 
 import functools
@@ -11,34 +11,34 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.cuda import nvrtc
-from ostinato.kernels.cuda.nvrtc import SCALARS, Macros
+from ostinato.kernels.cuda.nvrtc import SCALARS, Macros, address
 from ostinato.kernels.recurrence.linear.cuda import element_of
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan.cuda.workspace import launching, published_of
 
-SLICE, CLUSTER, CONSUMERS, THREADS = 64, 2, 2, 384  # SLICE: input channels of a stage
+SLICE, CLUSTER, CONSUMERS, THREADS = 64, 2, 2, 384  # SLICE: input channels of a pipeline stage
 
 
 class _Tile(NamedTuple):
-    """What a block works on at once."""
+    """The tile of the output that a thread block computes at once."""
 
     steps: int
     channels: int
-    stages: int  # of the ring that x and the weight come through
+    stages: int  # of the ring buffer through which x and the weight are loaded
 
 
-TILES = {2: _Tile(256, 64, 4), 3: _Tile(128, 128, 3)}  # by the number of products: as many as registers hold
+TILES = {2: _Tile(256, 64, 4), 3: _Tile(128, 128, 3)}  # by the number of gates; as large as registers allow
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # sizes, strides and a box, innermost first
 
 
 class _Launch(NamedTuple):
-    """How a layer is launched."""
+    """The launch configuration of a layer's kernel, and its arguments that depend on sizes alone."""
 
     kernel: nvrtc.Kernel
     blocks: int
-    shared: int  # bytes of a block
-    words: int  # of 8 bytes, that blocks tell each other
+    shared: int  # bytes of shared memory per block
+    words: int  # of 8 bytes, in the workspace through which blocks communicate
     x: Layout
     weight: Layout
     strides: bytes
@@ -48,10 +48,10 @@ class _Launch(NamedTuple):
 def covers(
     recurrence: str, x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, batch_first: bool
 ) -> bool:
-    """Whether this kernel computes a layer, as :func:`scan` does; the one place that decides.
+    """Whether :func:`scan` supports a layer; the only place that decides between this kernel and a GEMM and a scan.
 
-    Where it can, it was as fast as a GEMM and a scan or faster, at every size that was tried but a MinLSTM's of a few
-    tiles in all, where the host's time for two launches is longer than either.
+    Wherever it runs, it was at least as fast as a GEMM and a scan at every size that was tried, except for a MinLSTM of
+    only a few tiles, where the host's time for two launches is longer than either.
     """
     dtype = x.dtype
     for other in (weight, bias, h0):
@@ -93,18 +93,18 @@ def _fits(
 
 @functools.cache
 def gates_of(recurrence: str) -> int:
-    """How many products a channel has."""
+    """The number of gates: pre-activations of a channel."""
     return sum(parse(recurrence).sequences)
 
 
 def lines_of(first: int, second: int, batch_first: bool, tile: int) -> tuple[int, int] | None:
-    """How many lines of how many steps are covered by tiles of `tile` steps; None where a line would be shorter.
+    """The number of lines that are cut into tiles of `tile` steps, and their length; None if that is less than a tile.
 
-    A line is a sequence; or, of short ones that lie one after the other, all of them, so that they share tiles.
+    A line is one sequence; or all of them, joined so that short sequences which are adjacent in memory share tiles.
     """
     batch, steps = (first, second) if batch_first else (second, first)
-    apart, joined = batch * -(-steps // tile), -(-batch * steps // tile)
-    # Tiles of one line wait for each other, which costs as much as the work of one in sixteen.
+    apart, joined = batch * -(-steps // tile), -(-batch * steps // tile)  # the number of tiles
+    # Tiles of one line wait for each other, which costs about one sixteenth of their work.
     if batch_first and steps >= tile // 8 and (steps < tile or 16 * joined < 15 * apart):
         batch, steps = 1, batch * steps
     return (batch, steps) if batch and steps >= tile else None
@@ -121,7 +121,7 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """h and h_last of a layer: x is (B, T, I), or (T, B, I) unless `batch_first`, weight (G * H, I), bias (G * H,).
 
-    ``resets``, bool, is laid out as x: where True, the state is zero before that step.
+    ``resets``, bool, has the first two dimensions of x: where True, the state is zero before that step.
     """
     dtype, device, shape, gates = x.dtype, x.get_device(), x.shape, gates_of(recurrence)
     channels = weight.shape[0] // gates
@@ -132,17 +132,12 @@ def scan(
     if bias is not None:
         bias = bias.contiguous()
         biases = [bias.data_ptr() + 2 * k * channels for k in range(gates)]
-    initial = 0
-    if h0 is not None:
-        h0 = h0.contiguous()
-        initial = h0.data_ptr()
-    marks = 0
-    if resets is not None:
-        resets = resets.contiguous()
-        marks = resets.data_ptr()
-    described = (x, launch.x), (weight, launch.weight)
-    maps = b"".join(nvrtc.tensor_map(y.data_ptr(), 2, *layout, swizzled=True, promoted=256) for y, layout in described)
-    addresses = struct.pack(f"{len(biases) + 4}Q", *biases, initial, h.data_ptr(), h_last.data_ptr(), marks)
+    h0 = None if h0 is None else h0.contiguous()
+    resets = None if resets is None else resets.contiguous()
+    layouts = (x, launch.x), (weight, launch.weight)
+    maps = b"".join(nvrtc.tensor_map(y.data_ptr(), 2, *layout, swizzled=True, promoted=256) for y, layout in layouts)
+    others = map(address, (h0, h, h_last, resets))
+    addresses = struct.pack(f"{len(biases) + 4}Q", *biases, *others)
     with launching:
         memory, epoch = published_of(device, launch.words)
         rest = struct.pack("Q", memory) + launch.strides + struct.pack("I", epoch) + launch.counts
@@ -164,30 +159,31 @@ def _prepare(
 ) -> _Launch:
     gates = gates_of(recurrence)
     tile = TILES[gates]
-    run, own = tile.steps // 8, tile.channels // CONSUMERS  # steps of a run, channels of a warpgroup
+    run, consumer_channels = tile.steps // 8, tile.channels // CONSUMERS  # steps of a run, channels of a warpgroup
     share_weight = gates * tile.channels > tile.steps
     lines = lines_of(*shape[:2], batch_first, tile.steps)
     assert lines is not None
     (count, rows), steps, depth = lines, shape[1 if batch_first else 0], shape[2]
-    line, row = (rows, 1) if batch_first else (1, count)  # what they are apart, in rows of x, h and resets
+    line, row = (rows, 1) if batch_first else (1, count)  # strides of lines and steps, in rows of x, h and resets
     across, chunks = -(-channels // tile.channels), -(-rows // tile.steps)
     along = count * chunks
-    if share_weight:  # a cluster's tiles are adjacent in time, else in channels
+    if share_weight:  # a cluster's tiles are adjacent in time; otherwise, in channels
         along += along % CLUSTER
     else:
         across += across % CLUSTER
     kernel = nvrtc.load_kernel("projected", source(recurrence), macros(recurrence, dtype, resets), device, "a")
-    stage, states = (tile.steps + gates * tile.channels) * SLICE * 2, CONSUMERS * 8 * (run * own + 8) * 2
+    stage, states = (tile.steps + gates * tile.channels) * SLICE * 2, CONSUMERS * 8 * (run * consumer_channels + 8) * 2
     shared = tile.stages * (stage + 16) + states + 1024
-    # Of eight channels, the same of the next eight, and those of the next product; or the other way around.
-    slabs, products = (channels // 8, 8 * depth, own // 8), (gates, channels * depth, gates)
+    # Dimensions of the weight's tensor map beyond the input channels and eight output channels: the next eight, and the
+    # next gate; or in the opposite order.  Each has a size, a stride and its size in a box.
+    slabs, products = (channels // 8, 8 * depth, consumer_channels // 8), (gates, channels * depth, gates)
     third, fourth = (slabs, products) if gates % 2 else (products, slabs)
     return _Launch(
         kernel,
         min(kernel.resident_blocks(device, THREADS, shared, CLUSTER), across * along),
         shared,
         2 * chunks * count * channels,
-        # The first steps of a tile's eight runs, then the steps after each.
+        # The box of x: the first step of each of a tile's eight runs, then the steps after these.
         (
             (depth, 8, rows - 7 * run, count),
             (run * row * depth, row * depth, line * depth),
@@ -201,7 +197,7 @@ def _prepare(
 
 @functools.lru_cache(maxsize=64)
 def source(recurrence: str) -> str:
-    """The CUDA file."""
+    """The CUDA C++ of the kernel for a recurrence."""
     shared = nvrtc.source("cuda/numeric.cuh", "cuda/barriers.cuh", "scan/cuda/elements.cuh", "scan/cuda/messages.cuh")
     code = element_of(recurrence, False).code
     files = "hopper.cuh", "projected_tile.cuh", "projected_scan.cuh", "projected.cu"
@@ -209,7 +205,7 @@ def source(recurrence: str) -> str:
 
 
 def macros(recurrence: str, dtype: torch.dtype, resets: bool = False) -> Macros:
-    """The definitions that make it one kernel."""
+    """The preprocessor definitions of one kernel."""
     tile = TILES[gates_of(recurrence)]
     return (
         ("ELEMENT", element_of(recurrence, False).name),

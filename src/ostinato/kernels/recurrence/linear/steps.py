@@ -1,4 +1,4 @@
-"""A linear recurrence's trace, split into per-channel and per-step computation."""
+"""Splits a linear recurrence's trace into what is computed once per channel and what is computed at every step."""
 
 import functools
 from collections import Counter
@@ -14,11 +14,11 @@ class Steps(NamedTuple):
     """The graphs that a kernel computes.
 
     Attributes:
-        sequences, parameters: how many arguments are (B, T, D), and how many (D,).
-        constants: from the parameters to what steps need of them, once for each channel.
-        step: from the sequences, the constants and, backward, the state before, in this order, to (a, b), or backward
-            to a and the factors by which the gradient of h[t] is multiplied to become each argument's, those of the
-            sequences before those of the parameters, which are summed over all steps.
+        sequences, parameters: the number of arguments (B, T, D), and that of arguments (D,).
+        constants: from the parameters to the constants that steps use, computed once for each channel.
+        step: from the sequences, the constants and, backward, the previous state, in this order, to (a, b).  Backward,
+            to a and a factor for each argument, sequences first: the argument's gradient is that of h[t] times the
+            factor, summed over all steps for a parameter.
     """
 
     sequences: int
@@ -27,7 +27,7 @@ class Steps(NamedTuple):
     step: Graph
 
 
-_LARGEST = 2.0**16  # of the constants that are moved out of their place in a product, and the inverses of which are
+_LARGEST = 2.0**16  # constants within this factor of 1 are moved out of products
 
 
 @functools.lru_cache(maxsize=1024)
@@ -38,50 +38,51 @@ def steps_of(trace: Trace, backward: bool) -> Steps:
     graph = trace.forward
     if backward:
         count = len(trace.sequences)
-        # The gradient of b is that of h[t], which the kernel multiplies with last; that of a, as often the state.
+        # The kernel multiplies by the gradient of h[t] last: without it, b's gradient is 1, a's the previous state.
         factors = with_constants(trace.backward, {count + 1: 1.0})
         factors = factors._replace(outputs=tuple(factors.outputs[k] for k in sequences + parameters))
         graph = joined(graph._replace(outputs=graph.outputs[:1]), factors)
         sequences = [*sequences, count]
-    for _ in range(2):  # again, for factors that have lost their other uses
-        graph = _gathered(graph, graph.made_of(parameters))
-    of_channel = graph.made_of(parameters)
-    used = {i for node, alone in zip(graph.nodes, of_channel, strict=True) if not alone for i in node.operands}
+    for _ in range(2):  # twice, as the first pass may leave a factor with only one use, so that it can be merged, too
+        graph = _merge_factors(graph, graph.made_of(parameters))
+    per_channel = graph.made_of(parameters)
+    used = {i for node, once in zip(graph.nodes, per_channel, strict=True) if not once for i in node.operands}
     used.update(graph.outputs)
-    kept = [i for i in sorted(used) if of_channel[i] and graph.nodes[i].name != "constant"]
-    constants = _part(graph, kept, {}, {k: n for n, k in enumerate(parameters)})
-    given = {index: len(trace.sequences) - len(parameters) + n for n, index in enumerate(kept)}
-    numbers = {k: n if n < sum(trace.sequences) else n + len(kept) for n, k in enumerate(sequences)}
-    return Steps(sum(trace.sequences), len(parameters), constants, _part(graph, list(graph.outputs), given, numbers))
+    kept = [i for i in sorted(used) if per_channel[i] and graph.nodes[i].name != "constant"]
+    constants = _subgraph(graph, kept, {}, {k: n for n, k in enumerate(parameters)})
+    replaced = {index: len(trace.sequences) - len(parameters) + n for n, index in enumerate(kept)}
+    inputs = {k: n if n < sum(trace.sequences) else n + len(kept) for n, k in enumerate(sequences)}
+    step = _subgraph(graph, list(graph.outputs), replaced, inputs)
+    return Steps(sum(trace.sequences), len(parameters), constants, step)
 
 
-def _gathered(graph: Graph, of_channel: Sequence[bool]) -> Graph:
-    """The graph with per-channel and constant factors of products merged, so that they leave the steps.
+def _merge_factors(graph: Graph, per_channel: Sequence[bool]) -> Graph:
+    """The graph with all per-channel and constant factors of a product merged into one, computed once per channel.
 
-    Huge and tiny constants stay where they are: the rest of such a product may be out of float32's range by itself.
+    Huge and tiny constants stay where they are: without them, the rest of the product may leave float32's range.
     """
     uses = Counter(i for node in graph.nodes for i in node.operands) + Counter(graph.outputs)
     builder = Builder()
-    one, less = builder.constant(1.0), builder.constant(-1.0)
+    one, minus_one = builder.constant(1.0), builder.constant(-1.0)
     indices: list[int] = []
-    products: dict[int, tuple[list[int], int]] = {}  # their factors: per step, and the merged rest
+    products: dict[int, tuple[list[int], int]] = {}  # of each product, the factors per step, and the others merged
     for i, node in enumerate(graph.nodes):
-        if node.name not in ("mul", "neg") or of_channel[i] or any(_is_extreme(graph.nodes[k]) for k in node.operands):
+        if node.name not in ("mul", "neg") or per_channel[i] or any(_is_extreme(graph.nodes[k]) for k in node.operands):
             indices.append(builder.repeat(node, indices))
             continue
-        factors, rest = [], less if node.name == "neg" else one
-        scaled = any(of_channel[k] and graph.nodes[k].name != "constant" for k in node.operands)
+        factors, merged = [], minus_one if node.name == "neg" else one
+        is_scaled = any(per_channel[k] and graph.nodes[k].name != "constant" for k in node.operands)
         for k in node.operands:
-            own, constant = products.get(k, ([], one))
-            if of_channel[k]:
-                own, constant = [], indices[k]
-            elif not own or (uses[k] > 1 and not (scaled and len(own) == 1)):
-                own, constant = [indices[k]], one
-            factors += own
-            rest = builder.add("mul", rest, constant)
-        products[i] = factors, rest
+            operand_factors, constant = products.get(k, ([], one))
+            if per_channel[k]:
+                operand_factors, constant = [], indices[k]
+            elif not operand_factors or (uses[k] > 1 and not (is_scaled and len(operand_factors) == 1)):
+                operand_factors, constant = [indices[k]], one
+            factors += operand_factors
+            merged = builder.add("mul", merged, constant)
+        products[i] = factors, merged
         product = functools.reduce(lambda x, y: builder.add("mul", x, y), factors)
-        indices.append(builder.add("mul", product, rest))
+        indices.append(builder.add("mul", product, merged))
     return builder.graph([indices[i] for i in graph.outputs])
 
 
@@ -89,17 +90,20 @@ def _is_extreme(node: Node) -> bool:
     return node.name == "constant" and node.value != 0 and not 1 / _LARGEST <= abs(node.value) <= _LARGEST
 
 
-def _part(graph: Graph, outputs: list[int], given: Mapping[int, int], numbers: Mapping[int, int]) -> Graph:
-    """What computes some nodes, of which others are `given` as inputs; `numbers` are the graph's inputs' new ones."""
+def _subgraph(graph: Graph, outputs: list[int], replaced: Mapping[int, int], inputs: Mapping[int, int]) -> Graph:
+    """The part of a graph that computes some nodes.
+
+    `replaced` maps nodes that become inputs to their numbers, and `inputs` renumbers the inputs that are kept.
+    """
     builder = Builder()
     indices: dict[int, int] = {}
     for i, node in enumerate(graph.nodes):
-        if i in given:
-            indices[i] = builder.input(given[i])
+        if i in replaced:
+            indices[i] = builder.input(replaced[i])
         elif node.name == "constant":
             indices[i] = builder.constant(node.value)
-        elif node.name == "input" and int(node.value) in numbers:
-            indices[i] = builder.input(numbers[int(node.value)])
+        elif node.name == "input" and int(node.value) in inputs:
+            indices[i] = builder.input(inputs[int(node.value)])
         elif node.operands and all(k in indices for k in node.operands):
             indices[i] = builder.add(node.name, *(indices[k] for k in node.operands))
     return builder.graph([indices[i] for i in outputs])

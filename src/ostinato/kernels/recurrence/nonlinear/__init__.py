@@ -2,11 +2,11 @@
 
 =================  ======================================================================
 ``operator.py``    a recurrence as a differentiable operator
-``cell.py``        a trace as the Cell of ``steps.cu``
-``cuda.py``        launches of that: in chunks of time by Newton's method, or step by step
-``loop.py``        a trace as a loop over time on a CPU
-``cpu.py``         such loops, compiled and called
+``cell.py``        prints a trace as the struct ``Cell`` that ``steps.cu`` calls
+``cuda.py``        launches ``steps.cu``: in chunks of time by Newton's method, or step by step
+``loop.py``        prints a trace as a loop over time for CPUs
+``cpu.py``         compiles and calls these loops
 ``sequential.py``  the definition, step by step in PyTorch operations
-``linearised.py``  derivatives of any order, as linear scans
+``linearised.py``  derivatives of any order, computed by linear scans
 =================  ======================================================================
 """

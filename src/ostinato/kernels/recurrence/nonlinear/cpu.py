@@ -1,4 +1,4 @@
-"""Non-linear recurrences on CPUs: sequential loops generated from a trace, compiled by Numba, and their calls."""
+"""Non-linear recurrences on CPUs: compiles the loops that ``loop.py`` prints, by Numba, and calls them."""
 
 import ctypes
 import functools
@@ -20,13 +20,13 @@ from ostinato.kernels.recurrence.symbolic.trace import Trace, parse, with_state
 from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.cpu import blocks_of, compute_dtype, constant, initial_state, rows
 
-WIDTH = 64  # channels that a block has at least
-FLUSH = 64  # steps whose gradients of parameters are summed in the loop's dtype before they join the float64 total
+WIDTH = 64  # the least number of channels in a block
+FLUSH = 64  # steps over which parameter gradients are summed in the loop's dtype before they join the float64 total
 
 
 @functools.cache
 def _loop(trace: Trace, backward: bool, dtype: type) -> tuple[Any, type[ctypes.Structure]]:
-    """The compiled loop, and the structure that it is called with."""
+    """The compiled loop, and the type of its argument structure."""
     arrays = Arrays(trace, backward)
     fields = [
         *integers("next_task", "tasks", "parts", "width", "sequences", "length", "channels", "reverse"),
@@ -45,7 +45,7 @@ def _loop(trace: Trace, backward: bool, dtype: type) -> tuple[Any, type[ctypes.S
 
 
 def steps(call: Call) -> tuple[list[Tensor], list[Tensor]]:
-    """The states after every step, and those after the last."""
+    """The states after every step, and the states after the last one."""
     trace, (like, *_), _, h0, order = call
     dtype, shape = compute_dtype(like), (order.sequences(like), like.shape[2])
     initial: Sequence[Tensor | None] = [None] * trace.states if h0 is None else h0
@@ -56,46 +56,48 @@ def steps(call: Call) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class Step:
-    """One step of any recurrence, prepared for a number of sequences and channels."""
+    """One step of a recurrence, linear or not, prepared for a number of sequences and channels."""
 
     def __init__(self, recurrence: str, batch: int, channels: int, dtype: torch.dtype) -> None:
         trace = with_state(parse(recurrence))
         arrays = Arrays(trace, False)
         self._loop, self._work_type = _loop(trace, False, NUMPY_DTYPES[dtype])
         self._arguments, self._states = [*zip(arrays.names(trace), trace.sequences, strict=True)], arrays.states
-        self._out = empty((batch, channels), dtype)  # of all steps: here the state, which the loop keeps as well
+        # The loop's output over time: for one step it equals the last state, which is what callers get.
+        self._out = empty((batch, channels), dtype)
         self._work = self._work_type(tasks=1, parts=1, width=channels, sequences=batch, length=1, channels=channels)
         for name in arrays.results:
             setattr(self._work, name, self._out.data_ptr())
 
     def __call__(self, arguments: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
-        """The states after the step, (B, D), from arguments, (B, D) or (D,), and the states before, in one dtype."""
-        following = [x.clone(memory_format=torch.contiguous_format) for x in states]
-        self._run(self._work_on(arguments, following))
-        return following
+        """The states after the step, (B, D), from arguments, (B, D) or (D,), and the previous states, in one dtype."""
+        next_states = [x.clone(memory_format=torch.contiguous_format) for x in states]
+        self._run(self._work_on(arguments, next_states))
+        return next_states
 
     def replay(
-        self, arguments: Sequence[Tensor], states: Sequence[Tensor], following: Sequence[Tensor]
+        self, arguments: Sequence[Tensor], states: Sequence[Tensor], next_states: Sequence[Tensor]
     ) -> Callable[[], None]:
-        """A function that repeats a call from and into the same memory."""
-        prepared = self._work_on(arguments, following)
+        """A function that repeats the step, reading and writing the memory of these tensors."""
+        prepared = self._work_on(arguments, next_states)
 
-        def repeat(_: Any = arguments) -> None:  # whose memory it keeps
-            for own, x in zip(following, states, strict=True):
-                own.copy_(x)
+        def repeat(_: Any = arguments) -> None:  # the default keeps the arguments' memory alive
+            for after, before in zip(next_states, states, strict=True):
+                after.copy_(before)
             self._run(prepared)
 
         return repeat
 
     def _run(self, prepared: ctypes.Structure) -> None:
-        work = self._work_type.from_buffer_copy(prepared)  # the loop counts in it
+        work = self._work_type.from_buffer_copy(prepared)  # a copy, as the loop advances the task counter in it
         self._loop.ctypes(ctypes.addressof(work))
 
     def _work_on(self, arguments: Sequence[Tensor], states: Sequence[Tensor]) -> ctypes.Structure:
+        """The loop's argument structure; the loop updates `states` in place."""
         work = self._work_type.from_buffer_copy(self._work)
-        for (name, sequence), x in zip(self._arguments, arguments, strict=True):
+        for (name, is_sequence), x in zip(self._arguments, arguments, strict=True):
             setattr(work, name, x.data_ptr())
-            if sequence:
+            if is_sequence:
                 setattr(work, f"{name}_n", x.stride(0))
         for name, x in zip(self._states, states, strict=True):
             setattr(work, name, x.data_ptr())
@@ -107,18 +109,18 @@ def steps_backward(
     states: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     grads_last: Sequence[Tensor | None],
-    of_sequences: Sequence[Tensor],
+    grad_sequences: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor] | None]:
-    """Gradients of the parameters, (parameters, D), widened, and of the initial states (None if there are none).
+    """Gradients of the parameters, (parameters, D), in float64, and of the initial states (None if there are none).
 
-    Those of the sequences are written to ``of_sequences``.
+    Gradients of the sequences are written to ``grad_sequences``.
     """
     trace, sequences, parameters, h0, order = call
     like = sequences[0]
     dtype, shape = compute_dtype(like), (order.sequences(like), like.shape[2])
     state = [initial_state(g, shape, dtype) for g in grads_last]
     absent = constant(0.0, shape, dtype)
-    results = of_sequences if like.dtype == dtype else [empty(like.shape, dtype) for _ in sequences]
+    results = grad_sequences if like.dtype == dtype else [empty(like.shape, dtype) for _ in sequences]
     sums = [torch.zeros_like(state[0]) for _ in parameters]
     totals = [torch.zeros_like(x, dtype=torch.float64) for x in sums]
     arrays = {
@@ -130,21 +132,21 @@ def steps_backward(
         "total": totals,
     }
     _run(call, True, state, arrays)
-    of_parameters = torch.stack(totals).sum(1) if totals else state[0].new_empty(0, like.shape[2])
+    grad_parameters = torch.stack(totals).sum(1) if totals else state[0].new_empty(0, like.shape[2])
     grad_h0 = None if h0 is None else [x.to(like.dtype) for x in state]
-    if results is not of_sequences:
-        for own, x in zip(of_sequences, results, strict=True):
-            own.copy_(x)
-    return of_parameters, grad_h0
+    if results is not grad_sequences:
+        for grad, x in zip(grad_sequences, results, strict=True):
+            grad.copy_(x)
+    return grad_parameters, grad_h0
 
 
 class StepsOfRows:
-    """Steps of a recurrence whose sequences are rows, one step after the other, forward or backward.
+    """Takes the steps of a recurrence over time-major rows one at a time, forward or backward.
 
-    A call takes the sequences that have a step through it, the first of all; its rows are theirs.
+    Each call takes one step of the first sequences, as many as the step has rows.
 
     Attributes:
-        totals: backward, the gradients of the parameters over the steps so far, (sequences, D) each, in float64.
+        totals: backward, the parameters' gradients summed over the steps so far, (sequences, D) each, in float64.
     """
 
     def __init__(
@@ -156,22 +158,22 @@ class StepsOfRows:
         others: dict[str, Sequence[Tensor | None]],
         backward: bool,
     ) -> None:
-        """Prepare steps.
+        """Prepare the steps.
 
         Args:
-            trace: of the recurrence.
-            rows: the arguments' rows, side by side, (rows, N * D), in float32 or float64, as is all else.
+            trace: the recurrence's trace.
+            rows: the N arguments over time, concatenated, (rows, N * D), in float32 or float64, as all other tensors.
             parameters: (D,) each.
-            state: the states before the first step, (sequences, D), which become those after each step in place; or
-                backward their gradients.
-            others: rows of the loop's other arrays, (rows, D) each, by their names in it without number: "out", the
-                states, which are written; or backward "first", the states before each step, "grad_h", gradients of
-                those after, and "grad_x", which are written.  None for zeros.
-            backward: whether the gradients are taken.
+            state: the carried states, (sequences, D), which each step updates in place; backward, their gradients.
+            others: the loop's other arrays, (rows, D) each, by their names in it without the number.  Forward: "out",
+                the states after each step, which are written.  Backward: "first", the states before each step,
+                "grad_h", the gradients of the states after it, and "grad_x", the arguments' gradients, which are
+                written.  None stands for zeros.
+            backward: whether the steps compute gradients.
         """
         count, width = state[0].shape
         named = {"x": rows.split(width, -1), **others}
-        self._moving = []
+        self._row_pointers = []  # of each array with rows: its field in the structure, its address, the bytes of a row
         arrays: dict[str, Any] = {}
         for kind, tensors in named.items():
             arrays[kind] = []
@@ -180,35 +182,40 @@ class StepsOfRows:
                     arrays[kind].append(constant(0.0, (count, 1, width), rows.dtype))
                     continue
                 arrays[kind].append(x[:count] if kind == "first" else x[:count, None])
-                self._moving.append((f"{kind}{k}", x.data_ptr(), x.stride(0) * x.itemsize))
+                self._row_pointers.append((f"{kind}{k}", x.data_ptr(), x.stride(0) * x.itemsize))
         sequences = arrays.pop("x")
         if backward:
-            arrays |= {"h": arrays["grad_x"][:1] * trace.states}  # not read: only `first` is before it
+            # Not read: of a single step, the loop reads the states before it from "first".
+            arrays |= {"h": arrays["grad_x"][:1] * trace.states}
             arrays |= {"sum": [torch.zeros_like(state[0]) for _ in parameters]}
             arrays |= {"total": [torch.zeros_like(x, dtype=torch.float64) for x in arrays["sum"]]}
             self.totals = arrays["total"]
         call = Call(trace, sequences, parameters, None, Order())
-        self._kept = rows, state, arrays
+        self._tensors = rows, state, arrays  # keeps the memory of the addresses alive
         self._loop, self._work, self._threads = _prepared(call, backward, state, arrays)
 
     def __call__(self, step: slice) -> None:
-        """Take the step of these rows."""
+        """Take the step with these rows."""
         work = self._work
-        for name, address, row in self._moving:
-            setattr(work, name, address + step.start * row)
+        for name, address, row_bytes in self._row_pointers:
+            setattr(work, name, address + step.start * row_bytes)
         work.next_task, work.sequences = 0, step.stop - step.start
         run_loop(self._loop, work, self._threads)
 
 
 def _run(call: Call, backward: bool, state: Sequence[Tensor], others: dict[str, Sequence[Tensor]]) -> None:
-    """Call the loop on the arrays of the call, of the states that it keeps, and others, by their names in the loop."""
+    """Run the loop of a call; arguments as in :func:`_prepared`."""
     run_loop(*_prepared(call, backward, state, others))
 
 
 def _prepared(
     call: Call, backward: bool, state: Sequence[Tensor], others: dict[str, Sequence[Tensor]]
 ) -> tuple[Any, ctypes.Structure, int]:
-    """The loop of :func:`_run`, what it is called with, and by how many threads."""
+    """The loop of a call, its argument structure, and the number of threads.
+
+    `state` are the carried states, which the loop updates in place; `others` its remaining arrays, by their names in it
+    without the number.
+    """
     trace, sequences, parameters, _, (cu_seqlens, resets, reverse) = call
     (count, channels), dtype = state[0].shape, state[0].dtype
     packed, bounds = cu_seqlens is not None, None
@@ -240,12 +247,12 @@ def _prepared(
         resets_t=0 if resets is None else resets.stride(1),
         **_addresses(work_type, named, packed),
     )
-    work._kept = named, bounds
+    work._tensors = named, bounds  # keeps the memory of the addresses alive
     return loop, work, threads
 
 
 def _addresses(work_type: type[ctypes.Structure], named: dict[str, Tensor], packed: bool) -> dict[str, int]:
-    """The address of each array, and those of its strides that the loop asks for."""
+    """The address of each array, and those of its strides for which the structure has a field."""
     known = {field[0] for field in work_type._fields_}
     fields: dict[str, int] = {}
     for name, x in named.items():

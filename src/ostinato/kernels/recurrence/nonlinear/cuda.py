@@ -18,32 +18,33 @@ from ostinato.kernels.recurrence.symbolic.trace import Trace
 from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.cuda.scans import along_channels, last_state
 
-THREADS = 32  # of a block: one warp, so that few channels spread over all multiprocessors
+THREADS = 32  # in a block: one warp, so that few channels spread over all multiprocessors
 AHEAD = 4  # steps whose loads are issued at once, half of that for float64; twice as many are in flight
-RESIDENT = 32  # the most blocks that a multiprocessor holds, and about as many as PARALLEL threads make for each
-CHANNELS = 1 << 14  # from which on all of time is one chunk
-PARALLEL = 1 << 17  # threads that the chunks of fewer channels make, if these are long enough
-SHORTEST = 64  # steps of a chunk
-PASSES = 5  # at most after the first, before a channel that has not converged is run as one chunk
+RESIDENT = 32  # the most blocks that a multiprocessor holds; PARALLEL threads make about as many for each
+CHANNELS = 1 << 14  # from this many channels on, time is not cut into chunks
+PARALLEL = 1 << 17  # threads that fewer channels are spread over by cutting time into chunks, if steps suffice
+SHORTEST = 64  # the least number of steps in a chunk
+PASSES = 5  # Newton iterations after the first, until channels that have not converged are run in one chunk
 
 
 @functools.cache
 def source(trace: Trace) -> str:
+    """The CUDA C++ of a recurrence's kernels."""
     return nvrtc.source("cuda/numeric.cuh") + print_cell(trace) + nvrtc.source("recurrence/nonlinear/steps.cu")
 
 
 def macros(
     dtype: torch.dtype, backward: bool, compose: bool, resets: int = 0, long_offsets: bool = False, dense: bool = False
 ) -> Macros:
-    """The definitions that make it one kernel.
+    """The preprocessor definitions of one kernel.
 
-    `resets`: 0 without a mask, 2 where the bytes of AHEAD steps are adjacent, aligned and in order, else 1.  `dense` is
-    for as many blocks as fit: in few registers, with fewer steps on their way, they all run at once.
+    `resets`: 0 without a mask, 2 where the bytes of AHEAD steps are adjacent, aligned and in order, else 1.  `dense`
+    limits registers and the steps in flight, so that RESIDENT blocks run on each multiprocessor at once.
     """
     names = ("SCALAR", "VEC", "BACKWARD", "COMPOSE", "RESETS", "OFFSET", "AHEAD", "RESIDENT")
     ahead = AHEAD // 2 if dense or dtype.itemsize == 8 else AHEAD
     offset, resident = "Index" if long_offsets else "int", RESIDENT if dense else 0
-    if dense and backward:  # where two bytes in one load were slower than two loads
+    if dense and backward:  # here one load of two bytes was slower than two loads
         resets = min(resets, 1)
     values = SCALARS[dtype], 1, int(backward), int(compose), resets, offset, ahead, resident
     return tuple(zip(names, values, strict=True))
@@ -61,25 +62,25 @@ def _compile_ahead(
     dense: bool,
 ) -> None:
     """Begin to compile all kernels of a call and its gradient but the first, which the caller compiles."""
-    of_steps = [
+    steps_macros = [
         macros(dtype, backward, compose, resets, long_offsets, dense)
         for backward in ((False, True) if differentiated else (False,))
         for compose in ((True, False) if chunked else (False,))
     ]
-    of_links = [macros(dtype, backward=False, compose=True, dense=dense)] if chunked else []
-    for definitions in {*of_steps, *of_links} - {of_steps[0]}:
+    link_macros = [macros(dtype, backward=False, compose=True, dense=dense)] if chunked else []
+    for definitions in {*steps_macros, *link_macros} - {steps_macros[0]}:
         nvrtc.compile_ahead(source(trace), definitions, device)
 
 
 def choose_chunks(channels: int, steps: int) -> int:
-    """The number of chunks along time, given the channels of all sequences in total."""
+    """The number of chunks along time; `channels` is the total over all sequences."""
     if channels >= CHANNELS:
         return 1
     return max(1, min(PARALLEL // max(channels, 1), steps // SHORTEST))
 
 
 def steps(call: Call) -> tuple[list[Tensor], list[Tensor]]:
-    """The states after every step, and those after the last."""
+    """The states after every step, and the states after the last one."""
     trace, sequences, parameters, h0, order = call
     inputs = _with_equal_strides(sequences)
     like = inputs[0]
@@ -89,14 +90,14 @@ def steps(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     wide = _widened(parameters, like)
     launches = _Launches(trace, like, order, (like, states[0]))
     launches.compile_ahead()
-    given, absent = _tensors(inputs), _tensors([None]) * 2
+    sequences_and_strides, absent = _tensors(inputs), _tensors([None]) * 2
     others = [*absent, *map(address, (*initial, *last, None, None, *wide, None))]
-    arguments = [*given, *_tensors(states), *others]
+    arguments = [*sequences_and_strides, *_tensors(states), *others]
     done = 0
     if launches.chunks > 1:
         boundaries = launches.boundaries()
-        # The first pass begins its chunks in zero, so that its states are no one's.
-        unsaved = [*given, *_tensors([None] * trace.states), *others]
+        # The first pass starts its chunks from zero: its states are not the result, and are not saved.
+        unsaved = [*sequences_and_strides, *_tensors([None] * trace.states), *others]
         launches.steps(unsaved, boundaries, backward=False, compose=True)()
         launches.link(boundaries, -1.0)()
         tolerance = torch.finfo(launches.compute).eps
@@ -115,28 +116,28 @@ def steps_backward(
     states: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     grads_last: Sequence[Tensor | None],
-    of_sequences: Sequence[Tensor],
+    grad_sequences: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor] | None]:
-    """Gradients of the parameters, (parameters, D), widened, and of the initial states (None if there are none).
+    """Gradients of the parameters, (parameters, D), in at least float32, and of the initial states.
 
-    Those of the sequences are written to ``of_sequences``.
+    The latter are None if the call has none.  Gradients of the sequences are written to ``grad_sequences``.
     """
     trace, sequences, parameters, h0, order = call
     inputs = _with_equal_strides(sequences)
     like = inputs[0]
-    given_last = [None if x is None else x.contiguous() for x in grads_last]
+    grads_last = [None if x is None else x.contiguous() for x in grads_last]
     initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
     grad_initial = [
-        None if x is None else last_state(like, g, order, 0.0) for x, g in zip(initial, given_last, strict=True)
+        None if x is None else last_state(like, g, order, 0.0) for x, g in zip(initial, grads_last, strict=True)
     ]
     wide, states, grads = _widened(parameters, like), _with_equal_strides(states), _with_equal_strides(grads)
-    launches = _Launches(trace, like, order, (like, states[0], *grads, of_sequences[0]))
-    # Of each chunk, then of channels that are taken as one; zeros where nobody writes, as of chunks that a short
-    # sequence lacks.
+    launches = _Launches(trace, like, order, (like, states[0], *grads, grad_sequences[0]))
+    # The parameters' gradients of each chunk, then of the channels that are run in one chunk.  Zeros, as not all are
+    # written: a short sequence has fewer chunks.
     rows = launches.sequences * (launches.chunks + (launches.chunks > 1))
     sums = like.new_zeros(rows, len(wide), like.shape[2], dtype=wide[0].dtype)
-    arguments = [number for alike in (inputs, states, grads, of_sequences) for number in _tensors(alike)]
-    arguments += map(address, (*initial, *[None] * trace.states, *given_last, *grad_initial, *wide))
+    arguments = [number for alike in (inputs, states, grads, grad_sequences) for number in _tensors(alike)]
+    arguments += map(address, (*initial, *[None] * trace.states, *grads_last, *grad_initial, *wide))
     done = 0
     if launches.chunks > 1:
         boundaries = launches.boundaries()
@@ -144,41 +145,42 @@ def steps_backward(
         launches.link(boundaries, math.inf)()
         launches.steps([*arguments, sums.data_ptr()], boundaries, backward=True, chosen=1)()
         done = boundaries.done
-    of_whole = sums[-launches.sequences :].data_ptr()
-    launches.steps([*arguments, of_whole], _NOWHERE._replace(done=done), backward=True, chunks=1)()
+    unchunked_sums = sums[-launches.sequences :].data_ptr()
+    launches.steps([*arguments, unchunked_sums], _NOWHERE._replace(done=done), backward=True, chunks=1)()
     return sums.sum(0)[: len(parameters)], None if h0 is None else grad_initial  # type: ignore[return-value]
 
 
 def _with_equal_strides(tensors: Sequence[Any]) -> list[Any]:
     """The tensors, copied unless all have the same strides and contiguous channels."""
-    some = [x for x in tensors if x is not None]
-    if len({x.stride() for x in some}) == 1 and along_channels(some[0]) is some[0]:
+    present = [x for x in tensors if x is not None]
+    if len({x.stride() for x in present}) == 1 and along_channels(present[0]) is present[0]:
         return list(tensors)
     return [None if x is None else x.contiguous() for x in tensors]
 
 
 def _widened(parameters: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return [x.to(wide).contiguous() for x in parameters] or [like]  # the kernel's array is never empty
+    """The parameters, in at least float32; any tensor if there are none, as the kernel's array is never empty."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return [x.to(dtype).contiguous() for x in parameters] or [like]
 
 
 class _Boundaries(NamedTuple):
-    """What chunks share, by address: see ``Arguments`` in ``steps.cu``."""
+    """The addresses of the workspace that chunks communicate through: see ``Arguments`` in ``steps.cu``."""
 
     start: int
     end: int
     slope: int
     done: int
-    memory: Tensor | None  # of all of them
+    memory: Tensor | None  # the workspace
 
 
 _NOWHERE = _Boundaries(0, 0, 0, 0, None)
 
 
 class _Launches:
-    """The launches that take sequences through time, and into how many chunks they are cut.
+    """Prepares the kernel launches of a call, and chooses the number of chunks along time.
 
-    ``tensors`` are some of each kind: their offsets are counted in 64 bits where one is large.
+    ``tensors`` has one of each kind that the kernels address: if any is large, all offsets are 64-bit.
     """
 
     def __init__(
@@ -196,23 +198,25 @@ class _Launches:
         self._trace, self._like, self._reverse = trace, like, int(reverse)
         self._bounds = address(cu_seqlens)
         self._marks = address(resets), *((0, 0) if resets is None else resets.stride())
-        starts = self._marks[0] | self._marks[1] | self.length | -(-self.length // self.chunks)  # of groups of steps
+        # Each group of AHEAD steps starts at an aligned byte of the mask if these are all multiples of AHEAD.
+        starts = self._marks[0] | self._marks[1] | self.length | -(-self.length // self.chunks)
         adjacent = self._marks[2] == 1 and not reverse and cu_seqlens is None and starts % AHEAD == 0
         self._resets = 0 if resets is None else 1 + adjacent
         self._long_offsets = any(x is not None and _needs_long_offsets(x) for x in tensors)
-        # Two states do not fit.
+        # Two states do not fit into as few registers.
         self._dense = self.chunks > 1 and trace.states == 1 and like.dtype != torch.float64
 
     def compile_ahead(self) -> None:
+        """Begin to compile the kernels that follow the first, in other threads."""
         how = self._resets, self._long_offsets, self._dense
         chunked, differentiated = self.chunks > 1, eager.current_call.differentiated
         _compile_ahead(self._trace, self._like.get_device(), chunked, differentiated, self._like.dtype, *how)
 
     def boundaries(self) -> _Boundaries:
-        """Memory for all chunks, zero.
+        """A workspace for all chunks, filled with zeros.
 
-        It holds their first and last states, the derivatives of these with respect to those, and which channels are
-        done.
+        It holds the chunks' initial and final states, the derivatives of the final with respect to the initial ones,
+        and a flag for each channel that is done.
         """
         states = self._trace.states
         size = self.sequences * self.chunks * states * self.channels
@@ -231,15 +235,16 @@ class _Launches:
         chunks: int | None = None,
         chosen: int = 0,
     ) -> Callable[[], None]:
-        """A function that takes all chunks through their steps.
+        """A function that launches the kernel which runs the steps of all chunks.
 
         Args:
-            arguments: ``Arguments`` of ``steps.cu`` down to the gradients of parameters.
-            boundaries: those of the chunks.
-            backward: whether gradients are computed, or states.
-            compose: whether chunks compute what leaves them, and how that depends on what enters them, for `link`.
-            chunks: how many, if not as many as the states take.
-            chosen: what `boundaries.done` says of the channels that are run.
+            arguments: the fields of ``Arguments`` in ``steps.cu`` up to the gradients of parameters.
+            boundaries: the workspace of the chunks.
+            backward: whether gradients are computed rather than states.
+            compose: whether each chunk computes its final states and their derivatives with respect to its initial
+                ones, for `link`.
+            chunks: the number of chunks, if it is not ``self.chunks``.
+            chosen: the value of `boundaries.done` for the channels that are run.
         """
         chunks = chunks or self.chunks
         numbers = *arguments, self._bounds, *self._marks, *boundaries[:4]
@@ -249,7 +254,7 @@ class _Launches:
         return self._launch("steps", settings, self.sequences * chunks, packed)
 
     def link(self, boundaries: _Boundaries, tolerance: float) -> Callable[[], None]:
-        """A function for one Newton update of the chunks' initial states, which marks converged channels as done."""
+        """A function that launches one Newton update of the chunks' initial states, which marks converged channels."""
         number = "d" if self.compute == torch.float64 else "f"
         sizes = self.sequences, self.length, self.channels, self.chunks, -(-self.length // self.chunks)
         packed = struct.pack(f"5Q{number}5i", *boundaries[:4], self._bounds, tolerance, *sizes)
@@ -263,7 +268,7 @@ class _Launches:
 
 
 def _tensors(alike: Sequence[Tensor | None]) -> list[int]:
-    """``Tensors``: the addresses of tensors with the same strides, and these."""
+    """The fields of ``Tensors`` in ``steps.cu``: the addresses of tensors with equal strides, then two strides."""
     first = next((x for x in alike if x is not None), None)
     return [*map(address, alike), *((0, 0) if first is None else first.stride()[:2])]
 

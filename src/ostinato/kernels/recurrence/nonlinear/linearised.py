@@ -1,6 +1,6 @@
 """Derivatives of non-linear recurrences in PyTorch operations, which can be differentiated again.
 
-With all states known, so is each step's Jacobian, and derivatives are linear scans: the gradient backward in time,
+Once all states are known, each step's Jacobian is, too, and derivatives are linear scans: gradients backward in time,
 forward-mode derivatives forward.
 """
 
@@ -28,35 +28,36 @@ def composite(
     backend: str,
     *tensors: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The gradient, as ``nonlinear_recurrence_backward`` returns it."""
+    """The gradients, as ``nonlinear_recurrence_backward`` returns them, in differentiable operations."""
     trace = parse(recurrence)
-    grads, grads_last, states, given = tensors_of_backward(trace, tensors)
-    arguments = split(trace, given)
+    grads, grads_last, states, unsplit = tensors_of_backward(trace, tensors)
+    arguments = split(trace, unsplit)
     dtype, order = compute_dtype(backend, states[0]), order_of(cu_seqlens, resets, reverse)
     before, jacobian = _linearised(trace, states, h0, c0, order, arguments, dtype)
     transposed = [list(column) for column in zip(*jacobian, strict=True)]
     wide = [g.to(dtype) for g in or_zeros(grads, states[0].shape)]
     last = [g.to(dtype) for g in or_zeros(grads_last, last_shape(states[0], cu_seqlens))]
-    # s[t] = J[t]^T (grad[t] + s[t+1]) goes back over step t.
+    # s[t] = J[t]^T (grad[t] + s[t+1]) is the gradient of the state before step t.
     offsets = [sum((j * g for j, g in zip(row, wide, strict=True)), torch.zeros_like(wide[0])) for row in transposed]
     back = Order(cu_seqlens, None, not reverse)
-    found = _scan(transposed, offsets, last, back, backend)
-    carried, first = found[: trace.states], found[trace.states :]
+    scanned = _scan(transposed, offsets, last, back, backend)
+    carried, first = scanned[: trace.states], scanned[trace.states :]
     total = [g + shift(s, end, back.reverse, cu_seqlens) for g, s, end in zip(wide, carried, last, strict=True)]
     slopes = evaluate(trace.backward, [*before, *(x.to(dtype) for x in arguments), *total])[trace.states :]
     shape = states[0].shape
-    of_arguments = [s.expand(shape).sum_to_size(x.shape).to(x.dtype) for s, x in zip(slopes, arguments, strict=True)]
-    if len(given) < len(arguments):
-        of_arguments = [torch.cat(x, -1) for x in by_kind(trace.sequences, of_arguments)]
-    of_initial = [x.to(states[0].dtype) for x in first] if h0 is not None or c0 is not None else []
+    grad_arguments = [s.expand(shape).sum_to_size(x.shape).to(x.dtype) for s, x in zip(slopes, arguments, strict=True)]
+    if len(unsplit) < len(arguments):
+        grad_arguments = [torch.cat(x, -1) for x in by_kind(trace.sequences, grad_arguments)]
+    grad_initial = [x.to(states[0].dtype) for x in first] if h0 is not None or c0 is not None else []
     absent = states[0].new_empty(0)
-    return *[*of_initial, absent, absent][:2], *of_arguments
+    return *[*grad_initial, absent, absent][:2], *grad_arguments
 
 
 def jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Tensor, ...]:
-    recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *given = args
+    """The tangents of the operator's results, given those of its arguments, None for an argument without one."""
+    recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *unsplit = args
     trace, order = parse(recurrence), order_of(cu_seqlens, resets, reverse)
-    arguments, of_arguments = split(trace, given), split(trace, tangents[7:])
+    arguments, argument_tangents = split(trace, unsplit), split(trace, tangents[7:])
     states = results[: trace.states]
     dtype = compute_dtype(backend, states[0])
     before, jacobian = _linearised(trace, states, h0, c0, order, arguments, dtype)
@@ -66,14 +67,14 @@ def jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Tens
     for k in range(trace.states):  # the function is elementwise: its gradient is its derivative
         chosen = [one if i == k else zero for i in range(trace.states)]
         slopes = evaluate(trace.backward, [*before, *wide, *chosen])[trace.states :]
-        moving = [s * x.to(dtype) for s, x in zip(slopes, of_arguments, strict=True) if x is not None]
+        moving = [s * x.to(dtype) for s, x in zip(slopes, argument_tangents, strict=True) if x is not None]
         offsets.append(sum(moving, torch.zeros_like(before[0])))
     initial = [
         torch.zeros_like(x) if d is None else d.to(dtype)
         for x, d in zip(results[trace.states :], tangents[1:3], strict=False)
     ]
-    moved = _scan(jacobian, offsets, [x.to(dtype) for x in initial], order._replace(resets=None), backend)
-    return tuple(x.to(states[0].dtype) for x in moved)
+    result_tangents = _scan(jacobian, offsets, [x.to(dtype) for x in initial], order._replace(resets=None), backend)
+    return tuple(x.to(states[0].dtype) for x in result_tangents)
 
 
 def _linearised(
@@ -85,18 +86,19 @@ def _linearised(
     arguments: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """The states before each step, and the derivatives of those after it, which do not cross a reset."""
+    """The states before each step, and the step's Jacobian, which is zero where the state is reset before it."""
     cu_seqlens, resets, reverse = order
-    if h0 is None and c0 is None:  # the zeros before the first steps do not move, but a slope there may be infinite
+    if h0 is None and c0 is None:  # absent initial states are constant, and a derivative at zero may be infinite
         first = shift(torch.ones_like(states[0][..., :1]), None, reverse, cu_seqlens)[..., 0] == 0
         resets = first if resets is None else resets | first
     before = [
         zeroed(shift(x.to(dtype), start, reverse, cu_seqlens), resets)
         for x, start in zip(states, (h0, c0), strict=False)
     ]
-    # Those that do not count are taken elsewhere: their own derivatives, times zeros, are NaN if they are infinite.
-    places = [zeroed(x, resets, zero=0.5) for x in before]
-    slopes = evaluate(trace.jacobian, [*places, *(x.to(dtype) for x in arguments)])
+    # Jacobians after a reset are discarded, but evaluated at 0.5 instead of zero: if their own derivatives were
+    # infinite, these times zero would be NaN.
+    points = [zeroed(x, resets, zero=0.5) for x in before]
+    slopes = evaluate(trace.jacobian, [*points, *(x.to(dtype) for x in arguments)])
     flat = [zeroed(x.expand(before[0].shape), resets) for x in slopes]
     return before, [flat[k : k + trace.states] for k in range(0, len(flat), trace.states)]
 
@@ -104,7 +106,7 @@ def _linearised(
 def _scan(
     a: Sequence[Sequence[Tensor]], b: Sequence[Tensor], initial: Sequence[Tensor], order: Order, backend: str
 ) -> list[Tensor]:
-    """The linear recurrence of one state, or of two by their matrix; all states, and the last."""
+    """All states, then the last ones, of a linear recurrence of one state, or of two with a 2 x 2 matrix per step."""
     if len(b) == 1:
         return list(linear_scan(a[0][0], b[0], initial[0], *order, backend))
 

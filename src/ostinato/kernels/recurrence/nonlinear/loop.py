@@ -1,8 +1,8 @@
 """Generates the CPU's loops of non-linear recurrences from a trace, forward and backward.
 
-The work is divided into groups of sequences by blocks of channels.  Time is the middle loop; channels are the inner
-one, contiguous, vectorised by LLVM.  ``state0`` and ``state1`` carry the states from step to step: the initial ones on
-entry, the last ones on return; backward, their gradients.
+A task is a group of sequences and a block of channels.  Time is the middle loop; channels are the inner loop,
+contiguous and vectorised by LLVM.  ``state0`` and ``state1`` carry the states from step to step: the initial ones on
+entry, the last ones on return; in the backward pass, their gradients.
 """
 
 import functools
@@ -60,7 +60,10 @@ _BACKWARD = """\
 
 
 class Arrays:
-    """The names of a loop's arrays: those with a row for each step, those with one for each sequence, and others."""
+    """The names of a loop's arrays.
+
+    ``of_steps`` have a row for each step, ``first`` a row for each sequence; ``plain`` are contiguous.
+    """
 
     def __init__(self, trace: Trace, backward: bool) -> None:
         states, count = range(trace.states), sum(trace.sequences)
@@ -82,11 +85,11 @@ class Arrays:
         self.plain = [*self.parameters, *self.states, *self.sums, "absent"]
 
     def names(self, trace: Trace) -> list[str]:
-        """What the function's arguments are called, in its order."""
+        """The arrays of the recurrence's arguments, in its order."""
         return in_order(trace.sequences, self.sequences, self.parameters)
 
     def arguments(self, trace: Trace) -> list[str]:
-        """The function's arguments, in its order, at channel j."""
+        """Expressions that load the recurrence's arguments at channel j, in its order."""
         return [_load(x, "j" if x in self.parameters else f"at_{x} + j") for x in self.names(trace)]
 
 
@@ -111,7 +114,7 @@ def print_loop(trace: Trace, backward: bool) -> str:
 
 
 def _offset(x: str, t: str = "t") -> str:
-    """What sets the offset of an array's row at a step."""
+    """The line that computes the offset of an array's row at a step."""
     return f"at_{x} = n * work.{x}_n + {t} * work.{x}_t"
 
 
@@ -120,7 +123,7 @@ def _zeros(arrays: Arrays) -> str:
 
 
 def _forward_body(trace: Trace, arrays: Arrays) -> str:
-    """A step of the states."""
+    """The lines of a forward step, which updates the states."""
     inputs = [_load(x, "at + j") for x in arrays.states] + arrays.arguments(trace)
     lines, results = lines_of(trace.forward, inputs)
     stores = [f'store({x}, at + j, {y}, "{x}")' for x, y in zip(arrays.states, results, strict=True)]
@@ -134,7 +137,7 @@ def _forward_body(trace: Trace, arrays: Arrays) -> str:
 
 
 def _backward_body(trace: Trace, arrays: Arrays) -> str:
-    """A step of their gradients."""
+    """The lines of a backward step, which updates the states' gradients and sums those of the parameters."""
     offsets = [_offset(x, "t_before" if x in arrays.before else "t") for x in arrays.of_steps]
     offsets += [f"before_{x} = {x}" for x in arrays.before]
     firsts = [f"before_{x}, at_{x} = {y}, n * work.{y}_n" for x, y in zip(arrays.before, arrays.first, strict=True)]

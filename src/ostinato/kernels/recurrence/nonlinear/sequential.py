@@ -1,4 +1,4 @@
-"""The definition of a non-linear recurrence, one step after the other in PyTorch operations."""
+"""The definition of a non-linear recurrence, step by step in PyTorch operations."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,9 +18,10 @@ def sequential(
     arguments: Sequence[Tensor],
     order: Order,
 ) -> list[Tensor]:
-    """All states, (B, T, D) each, and the last ones, (B, D) or (N, D).
+    """All states, (B, T, D) each, then the last ones, (B, D) or (N, D) each.
 
-    ``step(states, arguments)`` takes one: from states and arguments of (B, D), or (D,) if they are parameters.
+    ``step(states, arguments)`` returns the next states, given states and arguments of (B, D), or (D,) if an argument is
+    a parameter.
     """
     cu_seqlens, resets, reverse = order
     first = next(x for x in arguments if x.dim() == 3)
@@ -40,13 +41,13 @@ def sequential(
             if resets is not None:
                 state = [x.masked_fill(resets[:, t, None], 0.0) for x in state]
             state = [x.expand(batch, channels) for x in step(state, [x[t] for x in columns])]
-            for own, x in zip(steps, state, strict=True):
-                own.append(x)
-        for k, own in enumerate(steps):
-            rows[k] += reversed(own) if reverse else own
+            for values, x in zip(steps, state, strict=True):
+                values.append(x)
+        for k, values in enumerate(steps):
+            rows[k] += reversed(values) if reverse else values
             ends[k].append(state[k])
-    states = [torch.stack(own, 1) if own else first.clone() for own in rows]  # of no steps, with a gradient as others
-    return states + [torch.cat(own) if own else x for own, x in zip(ends, initial, strict=True)]
+    states = [torch.stack(values, 1) if values else first.clone() for values in rows]  # a clone keeps the gradient
+    return states + [torch.cat(values) if values else x for values, x in zip(ends, initial, strict=True)]
 
 
 def _in_a_loop(
@@ -56,27 +57,27 @@ def _in_a_loop(
     resets: Tensor | None,
     reverse: bool,
 ) -> list[Tensor]:
-    """As :func:`sequential`, in one node of an exported graph, whatever the steps."""
+    """The same as :func:`sequential`, as one node of an exported graph, for any number of steps."""
     kinds = [x.dim() == 3 for x in arguments]
     sequences, parameters = by_kind(kinds, arguments)
     sequences = [x.transpose(0, 1) for x in sequences]
     if resets is not None:
         sequences.append(resets.t()[..., None])
 
-    def of_loop(states: list[Tensor], rows: list[Tensor], constants: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    def loop_step(states: list[Tensor], rows: list[Tensor], constants: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         if resets is not None:
-            *rows, begins = rows
-            states = [x.masked_fill(begins, 0.0) for x in states]
+            *rows, reset = rows
+            states = [x.masked_fill(reset, 0.0) for x in states]
         after = [x.expand_as(states[0]) for x in step(states, in_order(kinds, rows, constants))]
         return after, torch.stack(after)
 
-    # Copied, as PyTorch allows no views of one tensor here, which a layer's parameters are.
+    # Copied, as a layer's parameters are views of one tensor, which PyTorch does not allow here.
     parameters = [x.clone() for x in parameters]
-    last, outputs = export.loop(of_loop, list(initial), sequences, parameters, reverse=reverse)
+    last, outputs = export.loop(loop_step, list(initial), sequences, parameters, reverse=reverse)
     return [*outputs.permute(1, 2, 0, 3), *last]
 
 
 def compute_dtype(backend: str, x: Tensor) -> torch.dtype:
-    """What PyTorch's operations compute in, for sequences like x."""
-    wide = choose_backend(backend, x.device.type) is REFERENCE
-    return torch.float64 if wide else torch.promote_types(x.dtype, torch.float32)
+    """The dtype in which PyTorch's operations compute sequences like x."""
+    is_reference = choose_backend(backend, x.device.type) is REFERENCE
+    return torch.float64 if is_reference else torch.promote_types(x.dtype, torch.float32)

@@ -58,7 +58,7 @@ def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trac
     builder = recorder.builder
     with torch.enable_grad(), _Calls(recorder), recorder:
         inputs = [recorder.input(k) for k in range(states + len(sequences))]
-        results = _checked(recorder, following(function, inputs[:states], inputs[states:]), states)
+        results = _checked(recorder, call_function(function, inputs[:states], inputs[states:]), states)
         recorder.stop_gradients_at(results)
         values = [recorder.index_of(x) for x in results]
         builder.differentiating = True
@@ -72,7 +72,7 @@ def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trac
     return Trace(recorder.name, sequences, states, *graphs)
 
 
-def following(function: Callable, states: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
+def call_function(function: Callable, states: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
     """Call a recurrence's function, passing two states as one pair.
 
     Raises TypeError if the function unpacks the pair into another number of states, or returns several for one state.
