@@ -1,12 +1,12 @@
 """Non-linear recurrences with recurrent weights: ``h[t] = f(h[t-1], x[t] + W h[t-1])``.
 
 =================  =======================================================================
-``definition.py``  what is computed, one step after the other in PyTorch operations
-``operator.py``    it as a differentiable operator
-``layer.py``       what those who compute it are given
+``definition.py``  the definition, step by step in PyTorch operations
+``operator.py``    the recurrence as a differentiable operator
+``layer.py``       the arguments and the interface of its two executors
 ``rows.py``        the layout that all steps are computed in: time-major, longest first
 ``stepwise.py``    a matrix product and a generated loop or kernel for every step
 ``persistent.py``  on a GPU, all steps in one launch that keeps the weights on the chip
-``cell.py``        a trace as the cell of that
+``cell.py``        prints a trace as the cell of these persistent kernels
 =================  =======================================================================
 """

@@ -1,4 +1,4 @@
-"""A traced recurrence as the cell of the persistent kernels, see ``persistent/cuda/cell.cuh``."""
+"""Prints a traced recurrence as the cell of the persistent kernels; see ``persistent/cuda/cell.cuh``."""
 
 import functools
 import math
@@ -36,25 +36,25 @@ struct Cell {{
 
 @functools.lru_cache(maxsize=1024)
 def print_cell(trace: Trace, products: int) -> Generated:
-    """The struct of a recurrence, to whose first arguments so many products are added."""
+    """The struct of a recurrence; `products` of the weights with the state are added to its first arguments."""
     states, sequences, parameters = trace.states, sum(trace.sequences), trace.sequences.count(False)
-    given = [f"before[{k}]" for k in range(states)] + names_of(trace, "x", "parameter")
+    inputs = [f"before[{k}]" for k in range(states)] + names_of(trace, "x", "parameter")
     builder = Builder()
     builder.differentiating = True
-    rows = []  # the derivatives of each state, by the states before and the arguments
+    rows = []  # for each next state, its derivatives with respect to the previous states and the arguments
     for k in range(states):
-        one_hot = {len(given) + i: float(i == k) for i in range(states)}
+        one_hot = {len(inputs) + i: float(i == k) for i in range(states)}
         rows.append(builder.repeated(trace.backward, one_hot))
     values = {i: builder.value(i) for row in rows for i in row}
-    kept = [i for i, value in values.items() if value is None or not math.isfinite(value)]
+    kept = [i for i, value in values.items() if value is None or not math.isfinite(value)]  # all but finite constants
     factors = {i: f"Compute({value!r})" for i, value in values.items()} | {i: f"slope[{k}]" for k, i in enumerate(kept)}
     kinds = trace.sequences
     order = sorted(range(len(kinds)), key=lambda k: not kinds[k])  # all sequences, then all parameters
     names = [f"of_states[{k}]" for k in range(states)] + [f"of_arguments[{order.index(k)}]" for k in range(len(kinds))]
-    pulled = []
+    pull = []
     for name, gradient in zip(names, zip(*rows, strict=True), strict=True):
         terms = [f"{factors[i]} * grad[{k}]" for k, i in enumerate(gradient) if values[i] != 0]
-        pulled.append(f"        {name} = {' + '.join(terms) or '0'};")
+        pull.append(f"        {name} = {' + '.join(terms) or '0'};")
     code = _CELL.format(
         states=states,
         products=products,
@@ -62,8 +62,8 @@ def print_cell(trace: Trace, products: int) -> Generated:
         parameters=parameters,
         derivatives=len(kept),
         add_products="\n".join(f"        x[{k}] += s[{k}];" for k in range(products)),
-        forward=body_of(trace.forward, given, [f"after[{k}]" for k in range(states)]),
-        differentiate=body_of(builder.graph(kept), given, [f"slope[{k}]" for k in range(len(kept))]),
-        pull="\n".join(pulled),
+        forward=body_of(trace.forward, inputs, [f"after[{k}]" for k in range(states)]),
+        differentiate=body_of(builder.graph(kept), inputs, [f"slope[{k}]" for k in range(len(kept))]),
+        pull="\n".join(pull),
     )
     return Generated(code, products, sequences, parameters, states, len(kept))

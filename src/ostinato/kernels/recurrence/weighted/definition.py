@@ -1,4 +1,4 @@
-"""The definition of a recurrence with recurrent weights, one step after the other in PyTorch operations."""
+"""The definition of a recurrence with recurrent weights, step by step in PyTorch operations."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ from ostinato.kernels.scan import order_of
 
 
 def with_products(arguments: Sequence[Tensor], h: Tensor, weight_hh: Tensor) -> list[Tensor]:
-    """The arguments of one step, (B, D) or (D,), to the first of which the weights' products with h are added."""
-    with without_autocast(h.device.type):  # as the kernels are, which add the products in full
+    """The arguments of one step, (B, D) or (D,), with the products of the weights and h added to the first ones."""
+    with without_autocast(h.device.type):  # like the kernels, which do not round the products
         products = F.linear(h, weight_hh).split(weight_hh.shape[1], -1)
     sums = [x + product for x, product in zip(arguments, products, strict=False)]
     return [*sums, *arguments[len(sums) :]]
@@ -33,17 +33,17 @@ def by_steps(
     reverse: bool,
     backend: str,
 ) -> tuple[Tensor, ...]:
-    """As the operator ``weighted_recurrence``; differentiable."""
+    """The operator ``weighted_recurrence`` in PyTorch operations; differentiable."""
     trace = parse(recurrence)
     width = weight_hh.shape[1]
     arguments = in_order(trace.sequences, sequences.split(width, -1), parameters.split(width))
     like = arguments[0]
-    wide = compute_dtype(backend, like)
-    weight = weight_hh.to(wide)
+    dtype = compute_dtype(backend, like)
+    weight = weight_hh.to(dtype)
 
-    def step(before: list[Tensor], of_step: list[Tensor]) -> Sequence[Tensor]:
-        return evaluate(trace.forward, [*before, *with_products(of_step, before[0], weight)])
+    def step(before: list[Tensor], step_arguments: list[Tensor]) -> Sequence[Tensor]:
+        return evaluate(trace.forward, [*before, *with_products(step_arguments, before[0], weight)])
 
-    initial = [x.to(wide) for x in initial_states(trace, like, h0, c0, cu_seqlens)]
-    stepped = sequential(step, initial, [x.to(wide) for x in arguments], order_of(cu_seqlens, resets, reverse))
-    return tuple(x.to(like.dtype) for x in stepped)
+    initial = [x.to(dtype) for x in initial_states(trace, like, h0, c0, cu_seqlens)]
+    results = sequential(step, initial, [x.to(dtype) for x in arguments], order_of(cu_seqlens, resets, reverse))
+    return tuple(x.to(like.dtype) for x in results)

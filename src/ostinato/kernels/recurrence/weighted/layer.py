@@ -1,4 +1,4 @@
-"""What those who compute a recurrence with recurrent weights are given."""
+"""The arguments and the interface of the executors of recurrences with recurrent weights."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -10,14 +10,14 @@ from ostinato.kernels.recurrence.symbolic.trace import Trace
 
 
 class Layer(NamedTuple):
-    """A recurrence over rows, but for the rows, (rows, N * D): its N arguments that are sequences, side by side.
+    """A recurrence with weights, except for its N sequences, which executors take separately as rows, (rows, N * D).
 
     Attributes:
-        trace: the function's, whose first arguments are sequences.
-        weight_hh: (G * D, D), whose products with the state before a step are added to the first G arguments.
+        trace: the trace of the function, whose first arguments are sequences.
+        weight_hh: (G * D, D); its products with the previous state are added to the first G arguments.
         parameters: the arguments per channel, (P, D).
-        initial: the states before the first steps, (sequences, D); None for zeros.
-        sequences: of the rows.
+        initial: the initial states, (sequences, D) each; None for zeros.
+        sequences: which rows are which steps of which sequences.
     """
 
     trace: Trace
@@ -28,20 +28,20 @@ class Layer(NamedTuple):
 
     @property
     def width(self) -> int:
-        """D, the channels of a state and of each argument."""
+        """D, the number of channels of a state and of each argument."""
         return self.weight_hh.shape[1]
 
     @property
     def with_products(self) -> int:
-        """G * D, the columns of the rows to which products are added: the first."""
+        """G * D, the number of leading columns of the rows to which products are added."""
         return self.weight_hh.shape[0]
 
 
 class Executor(Protocol):
-    """``stepwise.py``, and on a GPU ``persistent.py``."""
+    """Computes all steps in rows: ``stepwise.py`` does, and on a GPU ``persistent.py``."""
 
     def forward(self, layer: Layer, rows: Tensor, /) -> tuple[list[Tensor], list[Tensor]]:
-        """The states after every step, (rows, D), and after the last, (sequences, D).
+        """The states after every step, (rows, D) each, and the last ones, (sequences, D) each.
 
         ``rows`` are the arguments, without products.
         """
@@ -55,8 +55,8 @@ class Executor(Protocol):
         grads_last: Sequence[Tensor | None],
         /,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Gradients of the rows, of the parameters, (P, D), widened, and of the initial states.
+        """Gradients of the rows, of the parameters, (P, D), in at least float32, and of the initial states.
 
-        ``rows`` are the arguments with the products added, ``before`` the states before each step, (rows, D), and
+        ``rows`` are the arguments with the products added, ``before`` the states before each step, (rows, D) each, and
         ``grads`` and ``grads_last`` the gradients of what the forward returned, None for zeros.
         """

@@ -24,9 +24,9 @@ from ostinato.kernels.scan.operators import check_cu_seqlens
 # weighted_recurrence(recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend)
 #   -> states, last states
 #
-# recurrence is a trace, as text; its arguments are given as N concatenated sequences, (B, T, N*D), and P parameters,
-# (P*D,), of a dtype of their own.  To the first G sequences the products of weight_hh, (G*D, D), with the first of the
-# states before a step are added.  h0 and c0 are the initial states, as in nonlinear_recurrence; the rest is as there.
+# recurrence is the text of a trace.  Its arguments are N concatenated sequences, (B, T, N*D), and P concatenated
+# parameters, (P*D,), whose dtype may differ.  The products of weight_hh, (G*D, D), with the first state before a step
+# are added to the first G sequences.  The other arguments are those of nonlinear_recurrence.
 
 
 def _forward(
@@ -49,8 +49,8 @@ def _forward(
         return [*states, *(y.zero_() if x is None else x.clone() for x, y in zip(initial, last, strict=False))]
     if kernels is None:
         args = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend
-        stepped, (states, _) = by_steps(*args), _like_states(recurrence, sequences, weight_hh, cu_seqlens)
-        return [*(y.copy_(x) for y, x in zip(states, stepped, strict=False)), *stepped[count:]]
+        results, (states, _) = by_steps(*args), _like_states(recurrence, sequences, weight_hh, cu_seqlens)
+        return [*(y.copy_(x) for y, x in zip(states, results, strict=False)), *results[count:]]
     order = order_of(cu_seqlens, resets, reverse)
     rows, layer = _rows_and_layer(recurrence, weight_hh, sequences, parameters, initial[:count], order)
     with without_autocast(sequences.device.type):
@@ -66,7 +66,7 @@ def _rows_and_layer(
     initial: Sequence[Tensor | None],
     order: Order,
 ) -> tuple[Rows, Layer]:
-    """How sequences become rows, and the recurrence over these."""
+    """The conversion of the sequences to rows and back, and the recurrence over these rows."""
     trace, width = parse(recurrence), weight_hh.shape[1]
     rows = Rows(sequences, order)
     states = None
@@ -77,26 +77,26 @@ def _rows_and_layer(
 
 
 def _executor_of(layer: Layer, like: Tensor, backward: bool) -> Executor:
-    """Who takes sequences such as `like` through time in one direction, where there are kernels."""
-    found = None
+    """The executor of the forward or backward pass, for sequences like `like`: persistent if the weights fit."""
+    executor = None
     if like.is_cuda:
         from ostinato.kernels.recurrence.weighted import persistent
 
-        found = persistent.executor_of(layer, like, backward)
-    return found or stepwise
+        executor = persistent.executor_of(layer, like, backward)
+    return executor or stepwise
 
 
 def _like_states(
     recurrence: str, like: Tensor, weight_hh: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors that are laid out as the states over time, and as the last ones."""
+    """Empty tensors with the shapes and strides of the states over time, and of the last states."""
     count, width = range(parse(recurrence).states), weight_hh.shape[1]
     last = [like.new_empty(last_shape(like, cu_seqlens)[0], width) for _ in count]
-    return [_laid_out(like, width, cu_seqlens) for _ in count], last
+    return [_empty_like_rows(like, width, cu_seqlens) for _ in count], last
 
 
-def _laid_out(like: Tensor, width: int, cu_seqlens: Tensor | None) -> Tensor:
-    """A tensor (B, T, width) as rows give it."""
+def _empty_like_rows(like: Tensor, width: int, cu_seqlens: Tensor | None) -> Tensor:
+    """An empty tensor (B, T, width) with the strides that :meth:`Rows.back` returns."""
     batch, length, _ = like.shape
     if cu_seqlens is not None:
         return like.new_empty(batch, length, width)
@@ -117,14 +117,14 @@ def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
     if all(g is None for g in grads):
         return (None,) * 10
-    saved = ctx.saved_tensors  # asked for once: checkpoints compute them anew
+    saved = ctx.saved_tensors  # read only once, as checkpointing recomputes them at every access
     *tensors, h0, c0, cu_seqlens, resets = saved[:7]
     states = saved[7:]
-    given = [states[0].new_empty(0) if g is None else g for g in grads]
+    cotangents = [states[0].new_empty(0) if g is None else g for g in grads]
     options = cu_seqlens, resets, ctx.reverse, ctx.backend
-    *found, of_h0, of_c0 = _backward(ctx.recurrence, *tensors, h0, c0, *options, *given, *states)
-    of_initial = (None if x is None else g for x, g in zip((h0, c0), (of_h0, of_c0), strict=True))
-    return None, *found, *of_initial, None, None, None, None
+    *grad_tensors, grad_h0, grad_c0 = _backward(ctx.recurrence, *tensors, h0, c0, *options, *cotangents, *states)
+    grad_initial = None if h0 is None else grad_h0, None if c0 is None else grad_c0
+    return None, *grad_tensors, *grad_initial, None, None, None, None
 
 
 def _backward_impl(
@@ -140,59 +140,61 @@ def _backward_impl(
     backend: str,
     *tensors: Tensor,
 ) -> list[Tensor]:
-    """Gradients of weight_hh, the sequences, the parameters, h0 and c0; empty ones of absent states.
+    """Gradients of weight_hh, the sequences, the parameters, h0 and c0; empty for absent initial states.
 
-    ``tensors`` are the gradients of states and of last states, an empty one of zeros, and the states.
+    ``tensors`` are the gradients of the states and of the last states, empty for zeros, then the states.
     """
     count = parse(recurrence).states
     grads, grads_last, states = (tensors[k * count : (k + 1) * count] for k in range(3))
     absent, initial = [sequences.new_empty(0) for _ in range(2)], (h0, c0)[:count]
     if sequences.numel() == 0:
         last = or_zeros(grads_last, torch.Size((Order(cu_seqlens).sequences(sequences), weight_hh.shape[1])))
-        of_initial = [or_empty(None if x is None else g.clone(), sequences) for x, g in zip(initial, last, strict=True)]
-        return [*map(torch.zeros_like, (weight_hh, sequences, parameters)), *[*of_initial, *absent][:2]]
+        grad_initial = [
+            or_empty(None if x is None else g.clone(), sequences) for x, g in zip(initial, last, strict=True)
+        ]
+        return [*map(torch.zeros_like, (weight_hh, sequences, parameters)), *[*grad_initial, *absent][:2]]
     if nonlinear_kernels_on(backend, sequences.device.type) is None:
         args = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend
         with torch.no_grad():
-            of_weight, of_sequences, *others = (x.clone() for x in _composite(*args, *tensors))
-        own = _laid_out(sequences, sequences.shape[2], cu_seqlens)
-        return [of_weight, own.copy_(of_sequences), *others]
+            grad_weight, grad_sequences, *others = (x.clone() for x in _composite(*args, *tensors))
+        strided = _empty_like_rows(sequences, sequences.shape[2], cu_seqlens)
+        return [grad_weight, strided.copy_(grad_sequences), *others]
     order = order_of(cu_seqlens, resets, reverse)
     rows, layer = _rows_and_layer(recurrence, weight_hh, sequences, parameters, initial, order)
     firsts: Sequence[Tensor | None] = layer.initial or [None] * count
     before = [previous(rows.of(y), x, layer.sequences) for y, x in zip(states, firsts, strict=True)]
-    tf32, given = layers_allow_tf32(sequences.device, sequences.dtype), rows.of(sequences)
-    of_rows = [rows.of(g) if g.numel() else None for g in grads]
-    of_last: list[Tensor | None] = [rows.of_states(g) if g.numel() else None for g in grads_last]
+    tf32, arguments = layers_allow_tf32(sequences.device, sequences.dtype), rows.of(sequences)
+    row_grads = [rows.of(g) if g.numel() else None for g in grads]
+    row_grads_last: list[Tensor | None] = [rows.of_states(g) if g.numel() else None for g in grads_last]
     executor = _executor_of(layer, sequences, True)
     with without_autocast(sequences.device.type):
-        sums = linear(before[0], weight_hh, None, tf32).add_(given[:, : layer.with_products])
-        if layer.with_products < given.shape[1]:
-            sums = torch.cat([sums, given[:, layer.with_products :]], 1)
-        found, of_parameters, of_firsts = executor.backward(layer, sums, before, of_rows, of_last)
-        of_weight = gradient_of_weight(found[:, : layer.with_products], before[0], tf32=tf32)
-    of_initial = [
-        sequences.new_empty(0) if x is None else rows.states_back(g) for x, g in zip(initial, of_firsts, strict=True)
+        sums = linear(before[0], weight_hh, None, tf32).add_(arguments[:, : layer.with_products])
+        if layer.with_products < arguments.shape[1]:
+            sums = torch.cat([sums, arguments[:, layer.with_products :]], 1)
+        grad_rows, grad_parameters, grads_h0 = executor.backward(layer, sums, before, row_grads, row_grads_last)
+        grad_weight = gradient_of_weight(grad_rows[:, : layer.with_products], before[0], tf32=tf32)
+    grad_initial = [
+        sequences.new_empty(0) if x is None else rows.states_back(g) for x, g in zip(initial, grads_h0, strict=True)
     ]
-    of_arguments = rows.back(found), of_parameters.flatten().to(parameters.dtype, copy=True)
-    return [of_weight, *of_arguments, *[*of_initial, *absent][:2]]
+    grad_arguments = rows.back(grad_rows), grad_parameters.flatten().to(parameters.dtype, copy=True)
+    return [grad_weight, *grad_arguments, *[*grad_initial, *absent][:2]]
 
 
 def _backward_fake(
     recurrence: str, weight_hh: Tensor, sequences: Tensor, parameters: Tensor, h0: Any, c0: Any, *others: Any
 ) -> list[Tensor]:
     empty = sequences.new_empty(0)
-    of_sequences = _laid_out(sequences, sequences.shape[2], others[0])
-    of_initial = [torch.empty_like(empty if x is None else x) for x in (h0, c0)]
-    return [torch.empty_like(weight_hh), of_sequences, torch.empty_like(parameters), *of_initial]
+    grad_sequences = _empty_like_rows(sequences, sequences.shape[2], others[0])
+    grad_initial = [torch.empty_like(empty if x is None else x) for x in (h0, c0)]
+    return [torch.empty_like(weight_hh), grad_sequences, torch.empty_like(parameters), *grad_initial]
 
 
 def _composite(recurrence: str, *others: Any) -> tuple[Tensor, ...]:
-    """The gradient, as :func:`_backward_impl` returns it, in differentiable operations."""
-    given, tensors = (recurrence, *others[:9]), others[9:]
+    """The gradients, as :func:`_backward_impl` returns them, in differentiable operations."""
+    args, tensors = (recurrence, *others[:9]), others[9:]
     cotangents = [g if g.numel() else None for g in tensors[: 2 * parse(recurrence).states]]
-    wanted = [isinstance(x, Tensor) and x.is_floating_point() for x in given]
-    return tuple(or_empty(g, given[2]) for g in gradients(by_steps, given, cotangents, wanted)[1:6])
+    wanted = [isinstance(x, Tensor) and x.is_floating_point() for x in args]
+    return tuple(or_empty(g, args[2]) for g in gradients(by_steps, args, cotangents, wanted)[1:6])
 
 
 _backward = gradient("weighted_recurrence_backward", _backward_impl, _backward_fake, composite=_composite)

@@ -1,6 +1,6 @@
-"""All steps of a recurrence with recurrent weights in one launch, which keeps the weights on an NVIDIA GPU's chip.
+"""All steps of a recurrence with recurrent weights in one launch, which keeps the weights on the chip of an NVIDIA GPU.
 
-The kernels are those of RNN, GRU and LSTM around another cell.
+The kernels are those of RNN, GRU and LSTM with a generated cell.
 """
 
 import functools
@@ -23,7 +23,7 @@ from ostinato.kernels.recurrence.weighted.layer import Layer
 
 
 class Persistent:
-    """See :class:`~ostinato.kernels.recurrence.weighted.layer.Executor`."""
+    """The persistent kernels of one pass; see :class:`~ostinato.kernels.recurrence.weighted.layer.Executor`."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
@@ -47,20 +47,20 @@ class Persistent:
         grads_last: Sequence[Tensor | None],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         batch, width, count = layer.sequences.batch, layer.width, len(layer.parameters)
-        found, totals = torch.empty_like(rows), rows.new_empty(batch, count, width, dtype=torch.float32)
-        of_initial = [rows.new_empty(batch, width) for _ in before]
+        grad_rows, totals = torch.empty_like(rows), rows.new_empty(batch, count, width, dtype=torch.float32)
+        grad_initial = [rows.new_empty(batch, width) for _ in before]
         tensors: dict[str, Tensor | None] = {"pre": rows, "parameters": layer.parameters.to(torch.float32)}
-        tensors |= {"grads": found, "totals": totals}
+        tensors |= {"grads": grad_rows, "totals": totals}
         tensors |= dict(zip(("before", "second_before"), before, strict=False))
         tensors |= dict(zip(("grad_output", "grad_second"), grads, strict=False))
         tensors |= dict(zip(("grad_h_n", "grad_c_n"), grads_last, strict=False))
-        tensors |= dict(zip(("grad_h0", "grad_c0"), of_initial, strict=False))
+        tensors |= dict(zip(("grad_h0", "grad_c0"), grad_initial, strict=False))
         launch(self._geometry, (_arguments(layer), tensors))
-        return found, totals.sum(0), of_initial
+        return grad_rows, totals.sum(0), grad_initial
 
 
 def executor_of(layer: Layer, like: Tensor, backward: bool) -> Persistent | None:
-    """Who runs a layer in one direction of time, if its weights fit on the chip; `like` is a sequence."""
+    """The executor of the forward or backward pass for tensors like `like`; None if the weights do not fit on chip."""
     batch, offsets, resets, _ = layer.sequences
     sizes = layer.with_products // layer.width, layer.width, batch, like.dtype, like.get_device()
     variant = resets is not None, offsets is not None, layers_allow_tf32(like.device, like.dtype)
@@ -83,32 +83,36 @@ def _geometries(
     passes: tuple[bool, ...],
     distributed: bool = True,
 ) -> list[Geometry] | None:
-    """The geometries of the passes, forward or backward, whose kernels are compiled; None if the first has none.
+    """Choose the passes' launch geometries and compile their kernels; None if there is none for the first pass.
 
-    ``products``: of the state, the G of ``layer.py``.
-    ``distributed``: whether states may stay in the shared memory of clusters.
+    Args:
+        trace: the recurrence's trace.
+        products: the number of products with the state, the G of ``layer.py``.
+        passes: for each pass, whether it is the backward pass.
+        distributed: whether states may stay in the shared memory of clusters.
     """
     if nvrtc.why_no_cuda():
         return None
     properties, cell = torch.cuda.get_device_properties(index), print_cell(trace, products)
-    found = []
+    geometries = []
     for backward in passes:
-        given: Any = "generated", width, batch, dtype, None, None, properties
-        plan = choose_geometry(*given, backward=backward, exact=not tf32, distributed=distributed, generated=cell)
+        sizes: Any = "generated", width, batch, dtype, None, None, properties
+        plan = choose_geometry(*sizes, backward=backward, exact=not tf32, distributed=distributed, generated=cell)
         if plan.has_kernel:
-            found.append(plan.geometry)
-        elif not found:
+            geometries.append(plan.geometry)
+        elif not geometries:
             return None
     try:
-        compile_kernels(index, resets, packed, False, 1, *found)
+        compile_kernels(index, resets, packed, False, 1, *geometries)
     except (MemoryError, nvrtc.DoesNotCompile):
         call = trace, products, width, batch, dtype, index, resets, packed, tf32
-        if any(geometry.distributed for geometry in found):
+        if any(geometry.distributed for geometry in geometries):
             return _geometries(*call, passes, False)
         return _geometries(*call, passes[:1]) if len(passes) > 1 else None
-    return found
+    return geometries
 
 
 def _arguments(layer: Layer) -> arguments.Layer:
+    """The layer as the persistent kernels' launch takes it."""
     h0, c0 = [*(layer.initial or ()), None, None][:2]
     return arguments.Layer("generated", layer.weight_hh.contiguous(), None, None, h0, c0, layer.sequences)

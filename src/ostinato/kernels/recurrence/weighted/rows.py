@@ -13,17 +13,17 @@ from ostinato.kernels.scan import Order
 
 
 class Packing(NamedTuple):
-    """How sequences that are concatenated in a batch of one, (1, T, D), become rows."""
+    """The permutations between sequences that are concatenated in a batch of one, (1, T, D), and rows."""
 
-    offsets: Tensor  # as those of Sequences
-    sequences: Tensor  # (N,), which are the rows of a step, those with the most steps first
-    sequences_back: Tensor  # the inverse
-    steps: Tensor  # (T,), which step is each row
-    steps_back: Tensor  # the inverse
+    offsets: Tensor  # see Sequences
+    sequences: Tensor  # (N,), the sequence of each row of a step, the longest first
+    sequences_back: Tensor  # the inverse permutation
+    steps: Tensor  # (T,), the concatenated step of each row
+    steps_back: Tensor  # the inverse permutation
 
 
 class Rows:
-    """Converts (B, T, D) to rows of all sequences and back; see :class:`~ostinato.kernels.persistent.sequences`."""
+    """Converts sequences, (B, T, D), to rows and back; see :mod:`~ostinato.kernels.persistent.sequences`."""
 
     def __init__(self, like: Tensor, order: Order) -> None:
         cu_seqlens, resets, reverse = order
@@ -31,28 +31,28 @@ class Rows:
         if cu_seqlens is not None:
             self._packing = derived_from(cu_seqlens, "rows", functools.partial(_packing, cu_seqlens))
         self._batch, self._length, _ = like.shape
-        marks = None if resets is None else self.of(resets[..., None])[:, 0]
+        row_resets = None if resets is None else self.of(resets[..., None])[:, 0]
         offsets = None if self._packing is None else self._packing.offsets
-        self.sequences = Sequences(order.sequences(like), offsets, marks, reverse)
+        self.sequences = Sequences(order.sequences(like), offsets, row_resets, reverse)
 
     def of(self, x: Tensor) -> Tensor:
-        """The rows of (B, T, D), a view of it where it is laid out so."""
+        """The rows, (B * T, D), of a tensor (B, T, D); a view if it is stored time-major."""
         if self._packing is None:
             return x.transpose(0, 1).contiguous().flatten(0, 1)
         return x[0].index_select(0, self._packing.steps)
 
     def back(self, rows: Tensor) -> Tensor:
-        """(B, T, D) of its rows."""
+        """The tensor (B, T, D) of these rows."""
         if self._packing is None:
             return rows.view(self._length, self._batch, -1).transpose(0, 1)
         return rows.index_select(0, self._packing.steps_back)[None]
 
     def of_states(self, x: Tensor) -> Tensor:
-        """(N, D) in the order of the rows of a step."""
+        """States, (N, D), in the order of the rows of a step."""
         return x if self._packing is None else x.index_select(0, self._packing.sequences)
 
     def states_back(self, x: Tensor) -> Tensor:
-        """The inverse."""
+        """The inverse of :meth:`of_states`."""
         return x if self._packing is None else x.index_select(0, self._packing.sequences_back)
 
 
@@ -68,5 +68,5 @@ def _packing(cu_seqlens: Tensor) -> Packing:
     exists = steps < lengths
     rows = (bounds[order] + steps)[exists]
     offsets = F.pad(exists.sum(1).cumsum(0), (1, 0)).to(torch.int32)
-    numbers = offsets, order, order.argsort(), rows, rows.argsort()
-    return Packing(*(x.to(cu_seqlens.device) for x in numbers))
+    fields = offsets, order, order.argsort(), rows, rows.argsort()
+    return Packing(*(x.to(cu_seqlens.device) for x in fields))

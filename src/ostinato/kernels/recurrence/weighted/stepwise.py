@@ -1,4 +1,4 @@
-"""A matrix product and a generated loop or kernel for every step, for what no persistent kernel fits."""
+"""Computes each step by a matrix product and a generated loop or kernel, where no persistent kernel fits."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,7 +19,7 @@ def forward(layer: Layer, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     weight, parameters = layer.weight_hh.to(work.dtype).T, [*layer.parameters.to(work.dtype)]
     states = [work.new_empty(len(rows), width) for _ in range(trace.states)]
     carried = _carried(layer.initial, trace.states, work.new_zeros(sequences.batch, width))
-    advance = _advancing(layer, work, parameters, carried, states)
+    advance = _forward_step(layer, work, parameters, carried, states)
     for step in sequences.steps(rows):
         live = step.stop - step.start
         if sequences.resets is not None:
@@ -41,33 +41,34 @@ def backward(
     trace, sequences = layer.trace, layer.sequences
     work, width = _widened(rows), layer.width
     weight, parameters = layer.weight_hh.to(work.dtype), [*layer.parameters.to(work.dtype)]
-    found = torch.empty_like(work)
+    grad_rows = torch.empty_like(work)
     carried = _carried(grads_last, trace.states, work.new_zeros(sequences.batch, width))
-    given = [None if x is None else _widened(x) for x in grads]
-    go_back, totals = _going_back(layer, work, parameters, carried, [*map(_widened, before)], given, found)
+    grads = [None if x is None else _widened(x) for x in grads]
+    step_back, totals = _backward_step(layer, work, parameters, carried, [*map(_widened, before)], grads, grad_rows)
     for step in reversed(sequences.steps(rows)):
         live = step.stop - step.start
-        go_back(step)
-        carried[0][:live].addmm_(found[step, : layer.with_products], weight)
+        step_back(step)
+        carried[0][:live].addmm_(grad_rows[step, : layer.with_products], weight)
         if sequences.resets is not None:
             for x in carried:
                 x[:live].masked_fill_(sequences.resets[step, None], 0.0)
-    return found.to(rows.dtype), totals(), [x.to(rows.dtype) for x in carried]
+    return grad_rows.to(rows.dtype), totals(), [x.to(rows.dtype) for x in carried]
 
 
 def _widened(x: Tensor, copy: bool = False) -> Tensor:
+    """The tensor in at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=copy)
 
 
-def _carried(given: Sequence[Tensor | None] | None, count: int, zeros: Tensor) -> list[Tensor]:
-    """The states, or their gradients, before the first step that is taken, in memory of their own."""
-    return [torch.zeros_like(zeros).copy_(zeros if x is None else x) for x in given or [None] * count]
+def _carried(initial: Sequence[Tensor | None] | None, count: int, zeros: Tensor) -> list[Tensor]:
+    """Copies of the initial states, or of the last states' gradients, which the steps update in place."""
+    return [torch.zeros_like(zeros).copy_(zeros if x is None else x) for x in initial or [None] * count]
 
 
-def _advancing(
+def _forward_step(
     layer: Layer, work: Tensor, parameters: list[Tensor], carried: list[Tensor], states: list[Tensor]
 ) -> Callable[[slice], None]:
-    """What takes the carried states through the step of some rows, in place, and writes them to those of `states`."""
+    """A function of a step's rows that updates the carried states in place and copies them to those of `states`."""
     if work.is_cpu:
         from ostinato.kernels.recurrence.nonlinear.cpu import StepsOfRows
 
@@ -77,55 +78,55 @@ def _advancing(
     def advance(step: slice) -> None:
         before = [x[: step.stop - step.start] for x in carried]
         _, after = cuda.steps(Call(layer.trace, _sequences(layer, work[step]), parameters, before, _ONE_STEP))
-        for own, x, y in zip(states, before, after, strict=True):
-            own[step] = y
-            x.copy_(y)
+        for rows, old, new in zip(states, before, after, strict=True):
+            rows[step] = new
+            old.copy_(new)
 
     return advance
 
 
-def _going_back(
+def _backward_step(
     layer: Layer,
     work: Tensor,
     parameters: list[Tensor],
     carried: list[Tensor],
     before: list[Tensor],
     grads: list[Tensor | None],
-    found: Tensor,
+    grad_rows: Tensor,
 ) -> tuple[Callable[[slice], None], Callable[[], Tensor]]:
-    """Two functions, the latter for the end: it returns the parameters' gradients.
+    """A function for each step, and one that returns the parameters' gradients after all steps.
 
-    The former takes the carried gradients of states back through a step, but for its product, and writes those of the
-    arguments to `found`.
+    The former, given a step's rows, propagates the carried gradients of the states back through the step, except
+    through its matrix product, and writes the gradients of the arguments to `grad_rows`.
     """
     if work.is_cpu:
         from ostinato.kernels.recurrence.nonlinear.cpu import StepsOfRows
 
         width = carried[0].shape[1]
-        others = {"first": before, "grad_h": grads, "grad_x": found.split(width, -1)}
+        others = {"first": before, "grad_h": grads, "grad_x": grad_rows.split(width, -1)}
         steps = StepsOfRows(layer.trace, work, parameters, carried, others, backward=True)
         return steps, lambda: torch.stack(steps.totals).sum(1) if parameters else work.new_empty(0, width)
     from ostinato.kernels.recurrence.nonlinear import cuda
 
     totals = work.new_zeros(len(parameters), carried[0].shape[1])
-    nothing = [None] * layer.trace.states
+    no_grads = [None] * layer.trace.states
 
-    def go_back(step: slice) -> None:
+    def step_back(step: slice) -> None:
         after = [x[: step.stop - step.start] for x in carried]
         for x, grad in zip(after, grads, strict=True):
             if grad is not None:
                 x += grad[step]
         first = [x[step] for x in before]
         call = Call(layer.trace, _sequences(layer, work[step]), parameters, first, _ONE_STEP)
-        states = [x[:, None] for x in first]  # not read, as a single step has only `first` before it
-        more, earlier = cuda.steps_backward(call, states, nothing, after, _sequences(layer, found[step]))
-        totals.add_(more)
-        for x, y in zip(after, earlier or [], strict=True):
+        states = [x[:, None] for x in first]  # not read, as only `first` precedes a single step
+        sums, grad_before = cuda.steps_backward(call, states, no_grads, after, _sequences(layer, grad_rows[step]))
+        totals.add_(sums)
+        for x, y in zip(after, grad_before or [], strict=True):
             x.copy_(y)
 
-    return go_back, lambda: totals
+    return step_back, lambda: totals
 
 
 def _sequences(layer: Layer, rows: Tensor) -> list[Tensor]:
-    """The arguments of a step, as sequences of one step."""
+    """The arguments in a step's rows, as sequences of one step."""
     return [x[:, None] for x in rows.split(layer.width, -1)]
