@@ -26,19 +26,19 @@ def test_large_results_reuse_memory_only_when_it_is_free(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no memory is kept there")
-def test_memory_kept_for_reuse_follows_the_sizes_in_use(monkeypatch):
+def test_memory_cached_for_reuse_follows_the_sizes_in_use(monkeypatch):
     monkeypatch.setattr(memory, "LARGE", 1 << 12)
     monkeypatch.setattr(memory, "SPARE", 1 << 16)
-    monkeypatch.setattr(memory, "_kept", [])
+    monkeypatch.setattr(memory, "_cached", [])
 
     def make(kilobytes):
         return memory.empty((kilobytes << 8,), torch.float32)
 
     for size in (900, 20, 300, 100, 40, 900, 8, 2000, 50):  # none fits what the one before left
         held = make(size)
-        assert sum(map(len, memory._kept)) <= 1 << 16
+        assert sum(map(len, memory._cached)) <= 1 << 16
         del held
-        assert len(memory._kept[-1]) == size << 10
+        assert len(memory._cached[-1]) == size << 10
     small, large = make(400), make(700)
     addresses = small.data_ptr(), large.data_ptr()
     del large, small

@@ -1,11 +1,11 @@
-"""What kernels on CPUs share:
+"""What all CPU kernels share.
 
-=================  ==================================================================
-``compiler.py``    how Numba compiles loops
-``intrinsics.py``  what these are written with: arguments, tasks, accesses to memory
-``elementary.py``  their elementary functions
-``memory.py``      memory for their results
-``threads.py``     the threads that run them
-``transpose.py``   copies of tensors whose steps, not channels, are contiguous
-=================  ==================================================================
+=================  =========================================================================
+``compiler.py``    compiles loops by Numba, and caches them on disk
+``intrinsics.py``  what loops are written with: argument structures, tasks, memory accesses
+``elementary.py``  elementary functions, such as exp
+``memory.py``      an allocator for results
+``threads.py``     the threads that run loops
+``transpose.py``   transposed copies of tensors whose steps, not channels, are contiguous
+=================  =========================================================================
 """

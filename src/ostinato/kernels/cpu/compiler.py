@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""How Numba compiles CPU loops, and the functions that these contain; the cache of loops on disk.
+"""Compiles CPU loops, and the functions that they call, by Numba; caches loops on disk.
 
-A loop is a C function of one address, that of a structure of addresses, sizes and strides, so that any thread can run
-it without the GIL at the cost of a function call.
+A loop is a C function of one pointer, to a structure of addresses, sizes and strides: any thread can run it without the
+GIL, at the cost of a function call.
 """
 
 import ctypes
@@ -38,10 +38,11 @@ class Loop:
 
 @global_compiler_lock
 def compiled_loop(function: Callable, generated: str = "") -> Loop:
-    """Compile a loop, or load what an earlier process compiled; `generated` is the source of functions it calls.
+    """Compile a loop, or load it if an earlier process compiled it; `generated` is the source of functions it calls.
 
-    Numba's own cache keeps all variants of a function in one index, written before the code and without a lock, and
-    does not see changes of what is inlined from other files.  Here each variant and revision has a file of its own.
+    Numba's own cache keeps all variants of a function in one index, which is written before the code and without a
+    lock, and does not notice changes in other files whose functions are inlined.  Here each variant and revision has a
+    file of its own.
     """
     target = cpu_target.target_context
     target.refresh()
@@ -53,7 +54,7 @@ def compiled_loop(function: Callable, generated: str = "") -> Loop:
         with cache.alone(key):
             stored = cache.load(key)
             if stored is None:
-                # Two processes may name two variants alike, and a third would confuse them.
+                # Two processes may give two variants the same name; a third that loads both would confuse them.
                 function.__qualname__ += f"_{key.partition('.')[0]}"
                 name, library = _compiled(function)
                 cache.store(key, pickle.dumps((name, library.serialize_using_object_code())))
@@ -63,7 +64,7 @@ def compiled_loop(function: Callable, generated: str = "") -> Loop:
 
 
 def _compiled(function: Callable) -> tuple[str, Any]:
-    disabled, numba.config.DISABLE_JIT = numba.config.DISABLE_JIT, 0  # of functions that can run without: not of these
+    disabled, numba.config.DISABLE_JIT = numba.config.DISABLE_JIT, 0  # loops cannot run uncompiled
     try:
         compiled = cfunc("void(voidptr)", error_model="numpy")(function)
     finally:
@@ -72,7 +73,7 @@ def _compiled(function: Callable) -> tuple[str, Any]:
 
 
 def _cache_key(function: Callable, codegen: Any, generated: str) -> str | None:
-    """All that a loop's code depends on: its variant, the sources, the compiler and its options, the processor."""
+    """A hash of all that a loop's code depends on: variant, sources, compiler and its options, processor; or None."""
     if _SOURCES is None:
         return None
     versions = sys.implementation.cache_tag, numba.__version__, llvmlite.__version__, numba.config.USING_SVML
@@ -82,14 +83,14 @@ def _cache_key(function: Callable, codegen: Any, generated: str) -> str | None:
 
 
 def _variant(function: Callable) -> tuple:
-    """A function's name and the constants around it, and so of the functions among these."""
-    outside = inspect.getclosurevars(function).nonlocals.items()
-    variants = ((name, _variant(x) if inspect.isfunction(x) else x) for name, x in outside)
+    """A function's name and the constants that it captures, recursively for captured functions."""
+    captured = inspect.getclosurevars(function).nonlocals.items()
+    variants = ((name, _variant(x) if inspect.isfunction(x) else x) for name, x in captured)
     return function.__qualname__, *sorted(variants)
 
 
 def _hash_sources() -> str | None:
-    """None where they cannot be read, as in a frozen application: then nothing is cached."""
+    """A hash of all kernels' Python sources; None if they cannot be read, as in a frozen application: no caching."""
     try:
         texts = sorted(_texts(resources.files("ostinato.kernels")))
     except OSError:
@@ -105,47 +106,47 @@ def _texts(folder: Any) -> Iterator[str]:
             yield f"{folder.name}/{entry.name}\n{entry.read_text('utf-8')}"
 
 
-# Read now and not when a loop is compiled: the files may then be a newer release's, and what runs the older's.
+# Read at import, not when a loop is compiled: by then, an upgrade may have replaced the files of the running release.
 _SOURCES = _hash_sources()
 
 
-class _PartLibrary(JITCodeLibrary):
+class _InlinedLibrary(JITCodeLibrary):
     def _optimize_final_module(self):
         pass
 
 
-class _PartCodegen(JITCPUCodegen):
-    """Leaves functions as they are lowered: only the loop that contains them is optimised and becomes machine code."""
+class _InlinedCodegen(JITCPUCodegen):
+    """Leaves functions as unoptimised LLVM IR: only the loop that contains them is optimised and made machine code."""
 
-    _library_class = _PartLibrary
+    _library_class = _InlinedLibrary
 
     def _add_module(self, module):
         pass
 
-    def set_env(self, env_name, env):  # which would look for it in the machine code
+    def set_env(self, env_name, env):  # the default would look the environment up in the machine code
         pass
 
 
-class _PartCompiler(Compiler):
-    """Numba's own, but with a library of those."""
+class _InlinedCompiler(Compiler):
+    """Numba's compiler, which puts functions into such libraries."""
 
     def compile_extra(self, func):
-        self.state.library = _part_codegen().create_library(func.__qualname__)
+        self.state.library = _inlined_codegen().create_library(func.__qualname__)
         return super().compile_extra(func)
 
 
 @functools.cache
-def _part_codegen() -> _PartCodegen:
-    return _PartCodegen("ostinato.parts")
+def _inlined_codegen() -> _InlinedCodegen:
+    return _InlinedCodegen("ostinato.parts")
 
 
-# Either would keep LLVM from vectorising a loop: a call left in it, a check for division by zero.  Nothing but loops
-# calls these functions, and a wrapper for C takes as long to compile as the function itself.
+# Calls that are not inlined, and checks for division by zero, would keep LLVM from vectorising a loop.  Only loops call
+# these functions, so they need no wrapper for C, which takes as long to compile as the function itself.
 inline_options = {
     "forceinline": True,
     "error_model": "numpy",
     "no_cfunc_wrapper": True,
-    "pipeline_class": _PartCompiler,
+    "pipeline_class": _InlinedCompiler,
 }
 inline = register_jitable(**inline_options)
-shared = register_jitable(**inline_options | {"forceinline": False})  # large: one function for all its calls in a loop
+shared = register_jitable(**inline_options | {"forceinline": False})  # for large functions: one copy for all calls

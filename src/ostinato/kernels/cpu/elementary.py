@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Elementary functions for CPU loops, which LLVM vectorises in float32; in float64 they are calls of ``math``'s.
+"""Elementary functions for CPU loops, which LLVM vectorises in float32; in float64 they call those of ``math``.
 
-A call in a loop keeps LLVM from vectorising it.  In float32 each function is a polynomial without branches instead,
-computed in float32 but for sin and cos.
+A call in a loop keeps LLVM from vectorising it.  So in float32 each function is a polynomial without branches, computed
+in float32 except for sin and cos.
 """
 
 import math
@@ -18,7 +18,7 @@ from ostinato.kernels.cpu.compiler import inline, inline_options
 
 
 def or_in_float64(double: Callable) -> Callable[[Callable], Any]:
-    """Decorator: make a function of float32 also take float64, for which it is `double`."""
+    """Decorator for a function of float32: for float64, `double` takes its place."""
 
     def decorate(single: Callable) -> Any:
         def function(x: Any) -> Any:
@@ -32,7 +32,7 @@ def or_in_float64(double: Callable) -> Callable[[Callable], Any]:
 
 @intrinsic
 def cast(typing_context, value, like):
-    """A number in the type of another: a bare 1.0 would make float64 of a float32 expression."""
+    """A number in the type of another: a literal 1.0 would promote a float32 expression to float64."""
 
     def generate(context, builder, signature, arguments):
         return context.cast(builder, arguments[0], signature.args[0], signature.return_type)
@@ -55,7 +55,7 @@ def multiply_add(typing_context, x, y, z):
 @inline
 def minimum(x, y):
     smaller = x if x < y else y
-    return x if x != x else smaller  # NaN, as y is then taken
+    return x if x != x else smaller  # a NaN in x, which the comparison drops; one in y is taken already
 
 
 @inline
@@ -70,8 +70,8 @@ def sign(x):
     return (one if x > 0 else zero) - (one if x < 0 else zero)
 
 
-# Exponentials: exp(x) is 2**n * exp(r), |r| <= log(2)/2.  Adding _SHIFT rounds x/log(2) to the integer n and leaves it
-# in the low bits of the sum.  log(2) is split so that n*_LOG2_HIGH is exact.  The polynomial is a minimax fit of
+# Exponentials: exp(x) is 2**n * exp(r) with |r| <= log(2)/2.  Adding _SHIFT rounds x/log(2) to the integer n and leaves
+# n in the low bits of the sum.  log(2) is split so that n*_LOG2_HIGH is exact.  The polynomial is a minimax fit of
 # (exp(r)-1-r)/r**2, to 0.05 ulp of exp.
 
 _SHIFT = np.float32(1.5 * 2**23)
@@ -79,8 +79,8 @@ _LOG2_INVERSE = np.float32(1 / math.log(2))
 _LOG2_HIGH = np.float32(355 / 512)
 _LOG2_LOW = np.float32(math.log(2) - 355 / 512)
 _LOG2 = np.float32(math.log(2))
-_LOWEST, _HIGHEST = np.float32(-104), np.float32(89)  # where exp has become 0 and inf
-_LOWEST_EXPONENT, _HIGHEST_EXPONENT = np.float32(-150), np.float32(129)  # where exp2 has
+_LOWEST, _HIGHEST = np.float32(-104), np.float32(89)  # arguments for which exp is 0 and inf
+_LOWEST_EXPONENT, _HIGHEST_EXPONENT = np.float32(-150), np.float32(129)  # the same of exp2
 _ONE, _TWO, _TWENTY = np.float32(1), np.float32(2), np.float32(20)
 _E2, _E3, _E4 = np.float32(0.5000000095), np.float32(0.166665186), np.float32(0.04166620508)
 _E5, _E6 = np.float32(0.00836891795), np.float32(0.001395053969)
@@ -88,7 +88,7 @@ _E5, _E6 = np.float32(0.00836891795), np.float32(0.001395053969)
 
 @intrinsic
 def _times_power_of_two(typing_context, x, shifted):
-    """``x * 2**n`` where shifted is n + _SHIFT, by two factors so that neither overflows its exponent."""
+    """``x * 2**n``, where shifted is n + _SHIFT, by two factors, as one may overflow its exponent."""
 
     def generate(context, builder, signature, arguments):
         x, shifted = arguments
@@ -105,7 +105,7 @@ def _times_power_of_two(typing_context, x, shifted):
 
 @intrinsic
 def _times_fraction(typing_context, x, shifted):
-    """The same for n <= 0: ``x * 2**(n + 64)``, which is no denormal number, times 2**-64."""
+    """The same for n <= 0: ``x * 2**(n + 64)``, which is not denormal, times 2**-64."""
 
     def generate(context, builder, signature, arguments):
         x, shifted = arguments
@@ -119,13 +119,13 @@ def _times_fraction(typing_context, x, shifted):
 
 @inline
 def _reduce(x):
-    """As :func:`_reduce_fraction`, for any x; NaN passes through the comparison."""
+    """:func:`_reduce_fraction` for any x; NaN passes through the comparison."""
     return _reduce_fraction(_HIGHEST if x > _HIGHEST else x)
 
 
 @inline
 def _reduce_fraction(x):
-    """n + _SHIFT and exp(r) - 1 for the float32 x = n*log(2) + r, no more than _HIGHEST; NaN passes through."""
+    """n + _SHIFT and exp(r) - 1 for a float32 x = n*log(2) + r of at most _HIGHEST; NaN passes through."""
     x = _LOWEST if x < _LOWEST else x
     shifted = multiply_add(x, _LOG2_INVERSE, _SHIFT)
     n = shifted - _SHIFT
@@ -147,7 +147,7 @@ def exp(x):
 
 @or_in_float64(lambda x: np.exp2(x))
 def exp2(x):
-    """2**x, exact where x is whole."""
+    """2**x, exact if x is an integer."""
     x = _LOWEST_EXPONENT if x < _LOWEST_EXPONENT else x
     x = _HIGHEST_EXPONENT if x > _HIGHEST_EXPONENT else x
     shifted = x + _SHIFT
@@ -165,7 +165,7 @@ def exp_fraction(x):
 def exp_expm1(x):
     """exp(x) and exp(x) - 1, for x <= 0."""
     shifted, excess = _reduce_fraction(x)
-    scale = _times_power_of_two(_ONE, shifted)  # with _times_fraction a GRU's backward is not vectorised
+    scale = _times_power_of_two(_ONE, shifted)  # with _times_fraction, LLVM does not vectorise a GRU's backward
     return multiply_add(scale, excess, scale), multiply_add(scale, excess, scale - _ONE)
 
 
@@ -174,20 +174,21 @@ def expm1(x):
     shifted, excess = _reduce(x)
     scale = _times_power_of_two(_ONE, shifted)
     whole = _times_power_of_two(_ONE + excess, shifted)
-    # A 1 is lost beside exp(20), and before exp(x) overflows `scale` does, whose product with a negative excess is NaN.
+    # Beyond 20, subtracting 1 makes no difference.  There `scale` may overflow before exp(x) does, and its product with
+    # a negative excess would give NaN.
     return whole if x > _TWENTY else multiply_add(scale, excess, scale - _ONE)
 
 
 @inline
 def expm1_of_twice(x):
-    """exp(2*x) - 1, where exp(x) is computed too: the two have most of the work in common."""
+    """exp(2*x) - 1, for use where exp(x) is computed, too: they share most of the work."""
     y = expm1(x)
     return y * (y + cast(2.0, x))
 
 
 @inline
 def sigmoids(x):
-    """sigmoid(x) and sigmoid(-x), the small one as precise as the large one."""
+    """sigmoid(x) and sigmoid(-x), the smaller one as accurate as the larger one."""
     one = cast(1.0, x)
     e = exp_fraction(-abs(x))
     large = one / (one + e)
@@ -199,18 +200,18 @@ def sigmoids(x):
 def tanh_and_slope(x):
     """tanh(x) and its derivative."""
     one = cast(1.0, x)
-    e, less = exp_expm1(-abs(x + x))
+    e, e_minus_one = exp_expm1(-abs(x + x))
     scale = one / (one + e)
-    size = -less * scale
+    size = -e_minus_one * scale
     return size if x >= 0 else -size, cast(4.0, x) * e * scale * scale
 
 
-# Logarithms: the polynomial in s**2, s = e/(2+e), is a minimax fit of (log1p(e)-2s)/s**3, to 0.08 ulp of log1p.
+# Logarithms: with s = e/(2+e), the polynomial in s**2 is a minimax fit of (log1p(e)-2s)/s**3, to 0.08 ulp of log1p.
 
 _L3, _L5 = np.float32(0.6666641204), np.float32(0.4002176993)
 _L7, _L9 = np.float32(0.2799786346), np.float32(0.280312745)
 _INFINITY = np.float32(math.inf)
-_SMALLEST = np.float32(2.0**-126)  # that is not denormal
+_SMALLEST = np.float32(2.0**-126)  # the smallest normal number
 _LOG10_INVERSE = np.float32(1 / math.log(10))
 
 
@@ -225,7 +226,7 @@ def log1p_fraction(x):
 
 @intrinsic
 def _exponent_and_fraction(typing_context, x):
-    """n, as a float32, and f in [3/4, 3/2) of a positive float32 x = f * 2**n."""
+    """n, as a float32, and f in [3/4, 3/2), such that the positive float32 x is f * 2**n."""
 
     def generate(context, builder, signature, arguments):
         int32, float32 = ir.IntType(32), ir.FloatType()
@@ -239,7 +240,7 @@ def _exponent_and_fraction(typing_context, x):
 
 @inline
 def _exponent_and_log(x, rest):
-    """n, and log(f) + rest, of x = f * 2**n."""
+    """n and log(f) + rest, where x is f * 2**n."""
     small = x < _SMALLEST
     n, f = _exponent_and_fraction(x * np.float32(2.0**24) if small else x)
     n = n - np.float32(24) if small else n
@@ -259,7 +260,7 @@ def _log_plus(x, rest):
 
 @inline
 def _log_or_limit(x, y):
-    """The logarithm y of x, or what it is where x is not positive and finite."""
+    """The logarithm y of x, or its limit or NaN if x is not positive and finite."""
     y = y if x > 0 else (-_INFINITY if x == 0 else np.float32(math.nan))
     return y if x < _INFINITY else x  # infinity, NaN
 
@@ -271,7 +272,7 @@ def log(x):
 
 @or_in_float64(lambda x: np.log2(x))
 def log2(x):
-    """Exact where that is whole."""
+    """log2(x), exact if it is an integer."""
     n, y = _exponent_and_log(x, np.float32(0))
     return _log_or_limit(x, multiply_add(y, _LOG2_INVERSE, n))
 
@@ -285,15 +286,16 @@ def log10(x):
 def log1p(x):
     """log(1 + x), for any x."""
     y = _ONE + x
-    lost = (x - (y - _ONE)) / y if (y > 0) & (y < _INFINITY) else np.float32(0)
-    return _log_plus(y, lost)
+    correction = (x - (y - _ONE)) / y if (y > 0) & (y < _INFINITY) else np.float32(0)  # for the rounding of y
+    return _log_plus(y, correction)
 
 
-# Sine and cosine, by Taylor's polynomials of the angle less the nearest multiple of pi/2, in float64, in which no digit
-# of that difference is lost below 2**51 multiples.  Angles beyond, in float32 10**7 turns apart, give nonsense.
+# Sine and cosine, by Taylor polynomials of the angle minus the nearest multiple of pi/2, in float64, which represents
+# that difference without loss below 2**51 multiples.  Results for larger angles are meaningless, as these are 10**7
+# turns apart in float32.
 
 _TURNS_SHIFT = 1.5 * 2.0**52
-_QUARTER, _QUARTER_REST = math.pi / 2, 6.123233995736766e-17  # which the float64 number lacks
+_QUARTER, _QUARTER_REST = math.pi / 2, 6.123233995736766e-17  # pi/2 as float64, and the rest of it
 _S3, _S5, _S7, _S9 = -1 / 6, 1 / 120, -1 / 5040, 1 / 362880
 _C2, _C4, _C6, _C8 = -1 / 2, 1 / 24, -1 / 720, 1 / 40320
 

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What CPU loops are written with: their arguments, the tasks that threads take, and accesses to memory.
+"""What CPU loops are written with: argument structures, tasks that threads take, and memory accesses.
 
 The work of a loop is divided into independent tasks; every thread that enters takes tasks from a shared counter, the
-first field of the arguments, until none is left.
+first field of the argument structure, until none is left.
 """
 
 import ctypes
@@ -21,12 +21,13 @@ NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 def integers(*names: str) -> list[tuple[str, type]]:
+    """Fields of a structure, all int64, which hold addresses, too."""
     return [(name, ctypes.c_int64) for name in names]
 
 
 @intrinsic
 def structure_at(typing_context, address, dtype):
-    """The structure at an address, as a record of a dtype."""
+    """The structure at an address, as a record of this dtype."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
@@ -36,7 +37,7 @@ def structure_at(typing_context, address, dtype):
 
 @intrinsic
 def pointer_to(typing_context, address, dtype):
-    """The address as a pointer to elements of a dtype."""
+    """The address as a pointer to elements of this dtype."""
 
     def generate(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -67,11 +68,11 @@ def offset(typing_context, pointer, index):
 
 
 def restricted(*names: str) -> tuple[Any, Any]:
-    """``load(pointer, index, name)`` and ``store(pointer, index, value, name)`` of a family of loops.
+    """``load(pointer, index, name)`` and ``store(pointer, index, value, name)`` for arrays that do not overlap.
 
-    Each array of a loop is what C calls restricted: none that is written overlaps with another.  Saying so, as metadata
-    of every access, lets LLVM vectorise loops over more arrays than it is willing to compare with each other at run
-    time.
+    Each of the named arrays is what C calls restricted: none that is written overlaps with another.  Aliasing metadata
+    on every access says so, and lets LLVM vectorise loops over more arrays than it is willing to check for overlap at
+    run time.
     """
 
     def mark(builder: Any, instruction: Any, array: str) -> None:
@@ -104,14 +105,14 @@ def restricted(*names: str) -> tuple[Any, Any]:
 
 @intrinsic
 def _prefetch_line(typing_context, pointer, index):
-    """Ask for the cache line of an element, which need not exist."""
+    """Prefetch the cache line of an element, which need not exist."""
 
     def generate(context, builder, signature, arguments):
         int32, byte = ir.IntType(32), ir.IntType(8).as_pointer()
         function = ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
         prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], function)
         target = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
-        builder.call(prefetch, [target, int32(0), int32(3), int32(1)])  # to read, to keep, data
+        builder.call(prefetch, [target, int32(0), int32(3), int32(1)])  # for reading, high locality, data cache
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64), generate
@@ -119,5 +120,6 @@ def _prefetch_line(typing_context, pointer, index):
 
 @inline
 def prefetch(pointer, at, begin, end):
+    """Prefetch elements `begin` to `end` of the row at an offset, 16 at a time: a cache line of float32."""
     for j in range(begin, end, 16):
         _prefetch_line(pointer, at + j)

@@ -1,6 +1,6 @@
-"""Threads for the CPU loops: PyTorch's OpenMP team if available, else our own.
+"""Threads for CPU loops: PyTorch's OpenMP team if available, else a pool of our own.
 
-Not Numba's, which abort the process when two Python threads use them at once.
+Numba's threads are not used, as they abort the process if two Python threads use them at once.
 """
 
 import ctypes
@@ -15,18 +15,18 @@ PARALLEL = 1 << 15  # loop iterations from which threads pay off
 
 
 def threads_for(iterations: int) -> int:
-    """How many threads to run a loop of so many iterations with."""
+    """The number of threads to run a loop of so many iterations with."""
     return torch.get_num_threads() if iterations >= PARALLEL else 1
 
 
 def run_loop(loop: Any, work: ctypes.Structure, threads: int) -> None:
-    """Call the loop in the caller's thread, and in others that join for as long as there are tasks left."""
+    """Run a loop in the caller's thread and in others, which take part for as long as tasks are left."""
     address, threads = ctypes.addressof(work), min(threads, work.tasks)
     openmp = _openmp_parallel()
     if threads <= 1:
         loop.ctypes(address)
     elif openmp is not None:
-        openmp(loop.address, address, torch.get_num_threads(), 0)  # always the whole team: resizing it is slow
+        openmp(loop.address, address, torch.get_num_threads(), 0)  # always the whole team, as resizing it is slow
     else:
         helpers = [_helpers().submit(loop.ctypes, address) for _ in range(threads - 1)]
         try:
@@ -37,10 +37,10 @@ def run_loop(loop: Any, work: ctypes.Structure, threads: int) -> None:
 
 @functools.cache
 def _openmp_parallel() -> Any:
-    """GCC's entry to OpenMP, which calls a function in every thread of the caller's team; None where there is none.
+    """``GOMP_parallel``, which calls a function in every thread of the caller's OpenMP team; None if not available.
 
-    PyTorch's threads are that team.  After one of its operations they spin for some milliseconds, so they start at
-    once, where threads of our own would wait for the processors that they occupy.
+    PyTorch's threads are that team.  After a PyTorch operation they spin for some milliseconds, so they start at once,
+    whereas threads of our own would wait for the processors that these occupy.
     """
     if _forked:
         return None
@@ -61,7 +61,7 @@ _forked = False
 
 
 def _after_fork() -> None:
-    """Threads do not survive a fork, and OpenMP would wait for its own forever."""
+    """Forget all threads, as none survive a fork: OpenMP would wait for its own forever."""
     global _forked
     _forked = True
     _helpers.cache_clear()

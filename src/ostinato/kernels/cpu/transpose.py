@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Copies of time-contiguous tensors on a CPU, in square blocks whose rows are whole cache lines.
+"""Copies of tensors whose steps are contiguous to contiguous channels, in square blocks with rows of one cache line.
 
-A block is transposed in vector registers: PyTorch, which copies one number after the other, takes several times as
-long, most of all where the channels' addresses differ by a power of two and so share a few sets of the caches.
+A block is transposed in vector registers.  PyTorch copies one number after the other and takes several times as long,
+above all if the channels' addresses differ by a power of two and so map to a few sets of the caches.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from ostinato.kernels.cpu.intrinsics import LINE, NUMPY_DTYPES, integers, offset
 from ostinato.kernels.cpu.memory import empty_like
 from ostinato.kernels.cpu.threads import run_loop, threads_for
 
-STRIP = 64  # channels that a task copies of a sequence: few enough for the lines of a block of steps to stay cached
+STRIP = 64  # channels of a sequence that a task copies: few enough for the lines of a block of steps to stay cached
 
 
 class TransposeWork(ctypes.Structure):
@@ -31,7 +31,7 @@ TRANSPOSE_WORK = np.dtype(TransposeWork)
 
 
 def transposed(x: Tensor) -> Tensor:
-    """A contiguous copy of a tensor (B, T, D) whose steps are contiguous, if neither T nor D is less than a block."""
+    """A contiguous copy of a tensor (B, T, D) whose steps are contiguous; neither T nor D may be less than a block."""
     batch, length, channels = x.shape
     out = empty_like(x, x.dtype)
     strips = -(-channels // STRIP)
@@ -42,14 +42,14 @@ def transposed(x: Tensor) -> Tensor:
 
 
 def is_transposable(x: Tensor) -> bool:
-    """Whether a tensor is one that :func:`transposed` takes."""
-    whole = x.dim() == 3 and x.stride(1) == 1 and min(x.shape[1:]) >= LINE // x.itemsize
-    return whole and x.dtype in NUMPY_DTYPES
+    """Whether :func:`transposed` takes a tensor."""
+    has_blocks = x.dim() == 3 and x.stride(1) == 1 and min(x.shape[1:]) >= LINE // x.itemsize
+    return has_blocks and x.dtype in NUMPY_DTYPES
 
 
 @intrinsic
 def _transpose_block(typing_context, x, x_row, out, out_row):
-    """``out[i*out_row + j] = x[j*x_row + i]`` for i and j below the numbers of a cache line."""
+    """``out[i*out_row + j] = x[j*x_row + i]`` for i and j below the number of elements in a cache line."""
 
     def generate(context, builder, signature, arguments):
         x, x_row, out, out_row = arguments
@@ -65,7 +65,7 @@ def _transpose_block(typing_context, x, x_row, out, out_row):
 
         rows = [builder.load(line(x, x_row, i), align=size) for i in range(side)]
         half = side // 2
-        while half:  # exchange the upper right and the lower left quarter of each square of two halves
+        while half:  # swap the upper right and the lower left quadrant of each square with sides of two halves
             left = [k if not k & half else side + k - half for k in range(side)]
             right = [k + half if not k & half else side + k for k in range(side)]
             for i in range(side):
@@ -93,7 +93,7 @@ def _transpose(dtype: type) -> Any:
         while task < work.tasks:
             n, strip = divmod(task, work.strips)
             for i in range(0, length, side):
-                t = min(i, length - side)  # what is left is less than a block: some is copied twice
+                t = min(i, length - side)  # the last block overlaps the one before
                 for j in range(strip * STRIP, min((strip + 1) * STRIP, channels), side):
                     d = min(j, channels - side)
                     at_x, at_out = n * x_n + t + d * x_d, (n * length + t) * channels + d

@@ -1,4 +1,4 @@
-"""The gradients of a function that is called again."""
+"""Gradients of a function by calling it again in the backward pass, with autograd enabled."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 Gradients = Sequence[Tensor | None]
 
-_BATCHES = DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))  # of torch.autograd
+_VMAP_MODE = DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))  # active in torch.autograd's batched gradients
 
 
 def by_autograd(
@@ -18,11 +18,11 @@ def by_autograd(
     grads: Gradients,
     needed: Sequence[bool],
 ) -> Gradients:
-    """The gradients of the tensors that need them, from those of the function's results, if any, by calling it again.
+    """The gradients of the tensors that need them, given those of the function's results, by calling it again.
 
-    They are differentiable where gradients are enabled.
+    They are differentiable if gradients are enabled.
     """
-    if torch.compiler.is_compiling():  # compiled autograd would follow the function, and lose all gradients
+    if torch.compiler.is_compiling():  # compiled autograd would trace into the function and lose all gradients
         return torch.compiler.disable(_by_autograd)(function, tensors, grads, needed)
     return _by_autograd(function, tensors, grads, needed)
 
@@ -35,22 +35,27 @@ def _by_autograd(
 ) -> Gradients:
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        with _once_for_all_gradients():
-            own = [tensor.view_as(tensor) for tensor in tensors]  # tells the same tensor given twice apart
-            for tensor, need in zip(own, needed, strict=True):
-                if need and not tensor.requires_grad:  # any longer, or as a copy of what did
+        with _outside_batched_gradients():
+            views = [tensor.view_as(tensor) for tensor in tensors]  # distinct even if a tensor is passed twice
+            for tensor, need in zip(views, needed, strict=True):
+                if need and not tensor.requires_grad:  # it no longer does, or is a copy of one that does
                     tensor.requires_grad_()
-            results = [y for y, grad in zip(function(own), grads, strict=True) if grad is not None]
-        inputs = [tensor for tensor, need in zip(own, needed, strict=True) if need]
-        given = without_none(grads)
-        found = iter(torch.autograd.grad(results, inputs, given, create_graph=create_graph, allow_unused=True))
-    return [next(found) if need else None for need in needed]
+            results = [y for y, grad in zip(function(views), grads, strict=True) if grad is not None]
+        inputs = [tensor for tensor, need in zip(views, needed, strict=True) if need]
+        grad_outputs = without_none(grads)
+        computed = iter(
+            torch.autograd.grad(results, inputs, grad_outputs, create_graph=create_graph, allow_unused=True)
+        )
+    return [next(computed) if need else None for need in needed]
 
 
 @contextmanager
-def _once_for_all_gradients() -> Iterator[None]:
-    """Outside of batches of gradients, in which PyTorch draws no random numbers and lets nothing require gradients."""
-    with temporarily_clear_interpreter_stack(), torch._C._ExcludeDispatchKeyGuard(_BATCHES):
+def _outside_batched_gradients() -> Iterator[None]:
+    """Leave batches of gradients, in which PyTorch draws no random numbers and lets no tensor require gradients.
+
+    So the function runs once for all gradients of a batch.
+    """
+    with temporarily_clear_interpreter_stack(), torch._C._ExcludeDispatchKeyGuard(_VMAP_MODE):
         yield
 
 
@@ -59,9 +64,9 @@ def without_none(grads: Gradients) -> list[Tensor]:
 
 
 def with_data(tensor: Tensor, data: Tensor) -> Tensor:
-    """The tensor, with the data that it had at a call, in case that ``tensor.data = ...`` has given it other."""
+    """The tensor, or a view with the `data` that it had at a call, if ``tensor.data = ...`` has replaced it since."""
     if tensor.data_ptr() == data.data_ptr():
         return tensor
-    own = tensor.view_as(tensor)
-    own.data = data
-    return own
+    view = tensor.view_as(tensor)
+    view.data = data
+    return view

@@ -1,10 +1,10 @@
-"""Differentiable operators: eager calls go straight to a backend, traced ones through ``torch.library``.
+"""Differentiable operators: eager calls go straight to a backend, traced calls through ``torch.library``.
 
 A registered operator is one opaque node to ``torch.compile``, ``torch.export`` and ``opcheck``, at some tens of
-microseconds a call.  Eager mode bypasses it and uses an ``autograd.Function`` with the same implementation, context
+microseconds per call.  Eager mode bypasses it and uses an ``autograd.Function`` with the same implementation, context
 and gradient; so do the transforms of ``torch.func``.
 
-Derivatives of higher order, and those in forward mode, come from a second implementation in differentiable operations
+Higher-order and forward-mode derivatives come from a second implementation in differentiable operations
 (``composite``), some of which are operators again.  It runs only where such a derivative is taken.
 """
 
@@ -48,16 +48,17 @@ def operator(
 ) -> Operator[P, R_co]:
     """Register ``ostinato::name`` and return a function that calls it, or bypasses it where possible.
 
-    ``groups(*args)`` lets ``torch.vmap`` batch calls into one: see ``vmap.py``.  In forward mode ``composite(*args)``
-    runs in place of the operator; or, where composites themselves are made of the operator,
-    ``jvp(args, results, tangents)`` returns the results' tangents, given None for inputs without one.
-    ``plain(*args)``, or else the composite, computes the same in PyTorch's own operators, for graphs that must run
+    ``forward`` may end in ``*tensors``, and return any number of tensors if it is annotated as ``list[Tensor]``.
+    ``fake``, ``setup_context`` and ``backward`` are those of ``torch.library``.  ``groups(*args)`` lets ``torch.vmap``
+    batch calls into one: see ``vmap.py``.
+
+    In forward mode ``composite(*args)`` runs in place of the operator; or, if the composite itself consists of such
+    operators, ``jvp(args, results, tangents)`` returns the results' tangents, where inputs without one have None.
+    ``plain(*args)``, by default the composite, computes the same in PyTorch's own operators, for graphs that must run
     without this library.
 
-    The function's ``prepared(*args)`` returns the function that calls of
-    :class:`~ostinato.kernels.operators.eager.Prepared` run: ``prepare(*args)`` or, if that is None, ``forward``.
-
-    ``forward`` may end in ``*tensors``, and return any number of tensors if it is annotated as ``list[Tensor]``.
+    The returned function has an attribute ``prepared``: ``prepared(*args)`` returns the function that
+    :class:`~ostinato.kernels.operators.eager.Prepared` calls run: ``prepare(*args)`` or, if that is None, ``forward``.
     """
     plain = plain or composite
     is_variadic = inspect.getfullargspec(forward).varargs is not None
@@ -71,7 +72,7 @@ def operator(
         if plain is not None and export.is_portable():
             return export.write(plain, name, args)
         if torch.compiler.is_compiling():
-            if forward_ad._current_level >= 0:  # compiled, the tangents would be lost
+            if forward_ad._current_level >= 0:  # compilation would lose the tangents
                 torch._dynamo.graph_break()
                 return torch._dynamo.disable(call)(*args)
             return registered(*args)
@@ -80,11 +81,11 @@ def operator(
         if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled() and any(map(_has_tangent, tensors)):
             return transformed.apply(*args) if composite is None else composite(*args)
         if composite is not None and is_variadic and any(map(is_batched, tensors)):
-            return composite(*args)  # PyTorch's fallback for these batches, a call for each row, takes no lists
+            return composite(*args)  # PyTorch's fallback for these batches, a call for each row, does not take lists
         return registered(*args)
 
     def prepared(*args: Any) -> Callable:
-        """The function that eager calls with arguments like these run."""
+        """The function that runs eager calls with arguments like these."""
         run = (prepare and prepare(*args)) or forward
         return (lambda *args: apply(*args, run)) if is_differentiated(args) else run
 
@@ -94,9 +95,9 @@ def operator(
 
 
 def _eager(name: str, setup_context: Callable, backward: Callable) -> Callable:
-    """A node of autograd around the function that is its last argument, for calls outside of transforms."""
+    """An autograd node for calls outside of transforms, which runs the function passed as its last argument."""
 
-    def run_and_keep(ctx: Any, *args: Any) -> Any:  # a separate setup_context costs more than the call
+    def run_and_save(ctx: Any, *args: Any) -> Any:  # a separate setup_context costs more than the call
         args, ctx.run = args[:-1], args[-1]
         eager.current_call.differentiated = True
         try:
@@ -106,10 +107,10 @@ def _eager(name: str, setup_context: Callable, backward: Callable) -> Callable:
         setup_context(ctx, args, output)
         return output
 
-    def backward_of_all(ctx: Any, *grads: Any) -> tuple:
-        return (*backward(ctx, *grads), None)
+    def pull_back(ctx: Any, *grads: Any) -> tuple:
+        return (*backward(ctx, *grads), None)  # None for the function
 
-    return apply_of(autograd_function(name, forward=run_and_keep, backward=backward_of_all))
+    return apply_of(autograd_function(name, forward=run_and_save, backward=pull_back))
 
 
 def _transformed(
@@ -121,9 +122,9 @@ def _transformed(
     composite: Callable | None,
     jvp: Callable | None,
 ) -> Any:
-    """The ``autograd.Function`` for the transforms of ``torch.func``, which have rules for it in both modes."""
+    """The ``autograd.Function`` for the transforms of ``torch.func``, with rules for reverse and forward mode."""
 
-    def keep_for_both_modes(ctx: Any, args: tuple, output: Any) -> None:
+    def save_for_both_modes(ctx: Any, args: tuple, output: Any) -> None:
         setup_context(ctx, args, output)
         ctx.forward_args = _without_tensors(args)
         ctx.save_for_forward(*(x for x in args if isinstance(x, Tensor)), *output)
@@ -141,7 +142,7 @@ def _transformed(
     return autograd_function(
         name,
         forward=lambda *args: _tuple(call(*args)),
-        setup_context=keep_for_both_modes,
+        setup_context=save_for_both_modes,
         backward=backward,
         jvp=push_forward,
         vmap=vmap_rule(name, call, groups),
@@ -155,9 +156,9 @@ def gradient(
     groups: Callable[..., Groups] | None = None,
     composite: Callable | None = None,
 ) -> Operator[P, R_co]:
-    """:func:`operator` for a gradient, whose own derivatives are those of ``composite``, if given."""
+    """:func:`operator` for a gradient, whose own derivatives are those of ``composite``; without one, it has none."""
 
-    def keep(ctx: Any, inputs: tuple, output: Any) -> None:
+    def save(ctx: Any, inputs: tuple, output: Any) -> None:
         if composite is not None:
             ctx.args = _without_tensors(inputs)
             ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
@@ -168,43 +169,43 @@ def gradient(
         args = _with_tensors(ctx.args, iter(ctx.saved_tensors))
         return gradients(composite, args, cotangents, _flat(ctx.needs_input_grad))
 
-    return operator(name, implementation, fake, keep, pull_back, groups, composite=composite)
+    return operator(name, implementation, fake, save, pull_back, groups, composite=composite)
 
 
 def gradients(
     function: Callable, args: Sequence[Any], cotangents: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Differentiable gradients of the arguments that are ``wanted``, None for the others.
+    """Differentiable gradients of a function's arguments: None for those that are not ``wanted``.
 
     ``cotangents`` are the gradients of the function's results, None for zeros.
     """
-    positions = [i for i, chosen in enumerate(wanted) if chosen]
-    args = unwrap_dead_wrappers(tuple(args))  # of transforms that have ended, as PyTorch's own operators do
-    function = _of_some(function, args, positions)
+    positions = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+    args = unwrap_dead_wrappers(tuple(args))  # PyTorch's own operators do so, too, after a transform has ended
+    function = _with_others_fixed(function, args, positions)
     outputs, pull = torch.func.vjp(function, *(args[i] for i in positions))  # type: ignore[misc]  # no third, aux
-    found = pull(tuple(torch.zeros_like(y) if g is None else g for y, g in zip(outputs, cotangents, strict=True)))
-    at = dict(zip(positions, found, strict=True))
-    return tuple(map(at.get, range(len(args))))
+    grads = pull(tuple(torch.zeros_like(y) if g is None else g for y, g in zip(outputs, cotangents, strict=True)))
+    by_position = dict(zip(positions, grads, strict=True))
+    return tuple(map(by_position.get, range(len(args))))
 
 
 def _tangents_of(function: Callable, args: tuple, tangents: tuple) -> Any:
     """The tangents of a function's results, given those of its arguments, None for an argument without one."""
-    moving = [i for i, x in enumerate(tangents) if x is not None]
+    positions = [i for i, x in enumerate(tangents) if x is not None]
     # An expanded primal, such as the gradient of a sum, cannot hold a tangent that is not expanded.
-    primals, directions = tuple(args[i].contiguous() for i in moving), tuple(tangents[i] for i in moving)
-    return torch.func.jvp(_of_some(function, args, moving), primals, directions)[1]
+    primals, directions = tuple(args[i].contiguous() for i in positions), tuple(tangents[i] for i in positions)
+    return torch.func.jvp(_with_others_fixed(function, args, positions), primals, directions)[1]
 
 
-def _of_some(function: Callable, args: Sequence[Any], positions: Sequence[int]) -> Callable:
-    """The function of the arguments at these positions, with the others fixed."""
+def _with_others_fixed(function: Callable, args: Sequence[Any], positions: Sequence[int]) -> Callable:
+    """A function of the arguments at these positions alone, with the others fixed."""
 
-    def of_some(*tensors: Any) -> Any:
-        given = list(args)
+    def partial(*tensors: Any) -> Any:
+        all_args = list(args)
         for i, x in zip(positions, tensors, strict=True):
-            given[i] = x
-        return function(*given)
+            all_args[i] = x
+        return function(*all_args)
 
-    return of_some
+    return partial
 
 
 def _registered(
@@ -215,7 +216,7 @@ def _registered(
     backward: Callable,
     groups: Callable[..., Groups] | None,
 ) -> Callable:
-    """Register the operator in ``torch.library``, where ``*tensors``, or a list of results, are one list."""
+    """Register the operator with ``torch.library``, where ``*tensors`` are one list, as are any number of results."""
     signature = inspect.signature(forward)
     *first, last = signature.parameters.values()
     variadic = last.kind is inspect.Parameter.VAR_POSITIONAL
@@ -225,10 +226,10 @@ def _registered(
         return lambda *args: function(*_flat(args)) if variadic else function(*args)
 
     def pull_back(ctx: Any, *grads: Any) -> Any:
-        found = backward(ctx, *(grads[0] if returns_list else grads))
-        return (*found[: len(first)], list(found[len(first) :])) if variadic else found
+        input_grads = backward(ctx, *(grads[0] if returns_list else grads))
+        return (*input_grads[: len(first)], list(input_grads[len(first) :])) if variadic else input_grads
 
-    def keep(ctx: Any, inputs: tuple, output: Any) -> None:
+    def save(ctx: Any, inputs: tuple, output: Any) -> None:
         setup_context(ctx, tuple(_flat(inputs)), output)
 
     run = listed(forward)
@@ -237,7 +238,7 @@ def _registered(
         run.__signature__ = signature.replace(parameters=[*first, tensors])  # type: ignore[attr-defined]
     operator = torch.library.custom_op(f"ostinato::{name}", run if variadic else forward, mutates_args=())
     operator.register_fake(listed(fake))
-    operator.register_autograd(pull_back, setup_context=keep if variadic else setup_context)
+    operator.register_autograd(pull_back, setup_context=save if variadic else setup_context)
 
     def call(*args: Any) -> Any:
         result = operator(*args[: len(first)], list(args[len(first) :])) if variadic else operator(*args)
@@ -254,7 +255,7 @@ def _registered(
 
 
 def _tuple(output: Any) -> Any:
-    """A list as a tuple: an ``autograd.Function`` would not track the tensors of a list."""
+    """Results, with a list as a tuple: an ``autograd.Function`` would not track the tensors of a list."""
     return tuple(output) if isinstance(output, list) else output
 
 
@@ -262,7 +263,7 @@ def _flat(args: Sequence[Any]) -> list[Any]:
     return [y for x in args for y in (x if isinstance(x, list | tuple) else (x,))]
 
 
-_TENSOR = object()  # a placeholder for tensors, which ctx saves separately
+_TENSOR = object()  # a placeholder for tensors, which the context saves separately
 
 
 def _without_tensors(args: tuple) -> tuple:
@@ -274,24 +275,25 @@ def _with_tensors(args: tuple, tensors: Iterator[Tensor]) -> tuple:
 
 
 def autograd_function(name: str, **members: Callable) -> Any:
+    """A subclass of ``torch.autograd.Function`` with these static methods."""
     return type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in members.items()})
 
 
 def apply_of(function: Any) -> Callable:
-    """``function.apply`` without its check for transforms, for calls where there are none."""
+    """``function.apply`` without its check for transforms, for calls outside of them."""
     return super(torch.autograd.Function, function).apply
 
 
 def is_batched(x: Tensor) -> bool:
-    """Whether it is a batch of torch.autograd's, such as of ``is_grads_batched``, not of torch.func's."""
+    """Whether a tensor is batched by torch.autograd, as with ``is_grads_batched``, rather than by torch.func."""
     return torch._C._dispatch_keys(x).has("Batched")
 
 
 def _has_tangent(x: Tensor) -> bool:
-    # PyTorch cannot tell of these batches, which are tangents and have none.
+    # PyTorch cannot tell for such batches, which are tangents themselves and have none.
     return not is_batched(x) and forward_ad.unpack_dual(x).tangent is not None
 
 
 def or_empty(grad: Tensor | None, like: Tensor) -> Tensor:
-    """The gradient, or an empty tensor for that of an absent input, as operators must return tensors."""
+    """The gradient, or an empty tensor for None, as operators must return tensors."""
     return like.new_empty(0) if grad is None else grad

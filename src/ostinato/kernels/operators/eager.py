@@ -1,7 +1,7 @@
-"""Which calls run in plain eager mode, and what was prepared for calls like them.
+"""Which calls run in plain eager mode, and a cache of functions that were prepared for such calls.
 
-A list of the tensors that need PyTorch's dispatcher would never be complete: only those whose types and dispatch keys
-are the expected ones are known not to.
+Any list of the tensors that need PyTorch's dispatcher would be incomplete.  So calls bypass it only if the types and
+dispatch keys of all tensors are among those that are known not to need it.
 """
 
 import threading
@@ -24,11 +24,11 @@ class _CurrentCall(threading.local):
 
 
 current_call = _CurrentCall()
-"""What is known about the eager call that this thread is computing: whether gradients of it will be taken."""
+"""Whether gradients will be taken of the eager call that this thread is computing."""
 
 
 def is_differentiated(args: Sequence[Any]) -> bool:
-    """Whether gradients of the call will be taken: those of torch's own tensors and parameters."""
+    """Whether gradients of the call will be taken, considering only plain tensors and parameters."""
     if torch.is_grad_enabled():
         for x in args:  # a generator costs more than the check
             if type(x) in _PLAIN_TYPES and x.requires_grad:
@@ -37,9 +37,9 @@ def is_differentiated(args: Sequence[Any]) -> bool:
 
 
 def _plain_keys() -> frozenset[int]:
-    """The dispatch key sets of plain dense tensors, as bits: per device, with autograd's keys and without.
+    """The dispatch key sets of plain dense tensors, as bits: for each device, with autograd's keys and without.
 
-    Those without are of inference mode.
+    Tensors made in inference mode have none of autograd's keys.
     """
     keys = set()
     for device in ("CPU", "CUDA", "MPS", "XPU"):
@@ -51,7 +51,7 @@ def _plain_keys() -> frozenset[int]:
 
 _PLAIN_KEYS = _plain_keys()
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
-_OTHER_TYPES = frozenset((type(None), bool, int, str))  # of most other arguments: faster than isinstance
+_OTHER_TYPES = frozenset((type(None), bool, int, str))  # of most other arguments; faster than isinstance
 _dispatch_keys = torch._C._dispatch_keys
 
 
@@ -61,12 +61,12 @@ def is_eager(args: Sequence[Any]) -> bool:
     That is, without a compiler, tracer, dispatch mode, function transform or tangents, and without tensor subclasses,
     wrappers, zero tensors without memory, and lazy negation or conjugation.
     """
-    if _is_watched():
+    if _is_intercepted():
         return False
     for x in args:
         kind = type(x)
         if kind in _PLAIN_TYPES:
-            if _dispatch_keys(x).raw_repr() not in _PLAIN_KEYS:  # is_dense, without a call
+            if _dispatch_keys(x).raw_repr() not in _PLAIN_KEYS:  # is_dense, inlined
                 return False
         elif kind not in _OTHER_TYPES and isinstance(x, Tensor):
             return False
@@ -79,7 +79,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 class Prepared(Generic[Run]):
-    """A cache of what computes calls that differ from an earlier, validated one only in addresses and values."""
+    """A cache of functions that run calls which differ from an earlier, validated one only in addresses and values."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple, list[tuple[Callable[..., bool], Run]]] = {}
@@ -88,8 +88,8 @@ class Prepared(Generic[Run]):
         return Prepared, ()  # a copy begins empty
 
     def find(self, tensors: Sequence[Any], *settings: Any) -> Run | None:
-        """What was added for tensors like these and these settings, if the call :func:`is_eager`; else None."""
-        if _is_watched():
+        """The function cached for tensors like these and these settings, if the call :func:`is_eager`; else None."""
+        if _is_intercepted():
             return None
         for x in tensors:
             if type(x) not in _PLAIN_TYPES or x.is_nested:  # PyTorch's guards read strides, and crash on nested ones
@@ -101,7 +101,7 @@ class Prepared(Generic[Run]):
         return None
 
     def add(self, make: Callable[[], Run], tensors: Sequence[Tensor], *settings: Any) -> None:
-        """Cache what `make` returns, unless the call is not cacheable."""
+        """Cache the function that `make` returns, unless the call is not cacheable."""
         if not is_eager(tensors) or len(set(map(id, tensors))) < len(tensors):  # guards reject duplicate tensors
             return
         if len(self._runs) >= _MOST_PREPARED:
@@ -114,7 +114,8 @@ class Prepared(Generic[Run]):
         runs.append((guards.check, make()))
 
 
-def _is_watched() -> bool:
+def _is_intercepted() -> bool:
+    """Whether a compiler, tracer, dispatch mode, function transform or forward-mode derivative may see operations."""
     return (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()

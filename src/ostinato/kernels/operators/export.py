@@ -1,4 +1,4 @@
-"""Exporting graphs that run without this library: operators become PyTorch's own, or ONNX's."""
+"""Exported graphs that run without this library: operators become PyTorch's own, or ONNX's."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from torch.fx import Proxy
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ostinato.kernels.operators.surroundings import Replacing, tensors_around
+from ostinato.kernels.operators.surroundings import Replacing, captured_tensors
 
 _is_portable = False
 
@@ -34,12 +34,12 @@ def is_portable() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether an exporter traces a program operation by operation, into which it takes a loop."""
+    """Whether an exporter traces the program operation by operation, so that it can take in a loop as one node."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def has_any_length(length: int | SymInt) -> bool:
-    """Whether a program is traced for any number of steps, of which a loop in Python would make the example's."""
+    """Whether a program is traced for any number of steps: a Python loop would fix that of the example input."""
     return is_traced() and isinstance(length, SymInt)
 
 
@@ -57,7 +57,7 @@ def refuse_packed() -> None:
 
 
 def refuse_script(module: Any, why: str = "") -> Any:
-    """A module's ``__prepare_scriptable__``, which ``torch.jit.script`` calls before it reads the code."""
+    """A module's ``__prepare_scriptable__``, which ``torch.jit.script`` calls first: raises a clear error."""
     kind = f"{type(module).__name__} {why}".rstrip()
     raise NotImplementedError(f"torch.jit.script cannot compile {kind}: use torch.export.export")
 
@@ -72,32 +72,34 @@ def loop(
 ) -> tuple[list[Tensor], Tensor]:
     """``states, output[t] = step(states, inputs[t], constants)`` for every t of the inputs' first dimension.
 
-    One node of the graph, PyTorch's ``scan``, for any number of steps.  ``output[t]`` must not be an argument of the
-    step.  Tensors that the step takes from around it are handed to the node, whose graph would else hold whatever they
-    are while it is traced.  With ``reverse`` it runs from the last t to the first.
+    The loop is one node of the graph, PyTorch's ``scan``, for any number of steps.  ``output[t]`` must not be an
+    argument of the step.  Tensors that the step captures become inputs of the node: its graph would otherwise hold them
+    as they are during tracing.  With ``reverse`` the loop runs from the last t to the first.
 
     Returns:
         The last states, and all outputs, (T, ...).
     """
-    from torch._higher_order_ops.scan import scan_op  # longer to import than the whole library
+    from torch._higher_order_ops.scan import scan_op  # takes longer to import than this whole library
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     if reverse:
         last, outputs = loop(step, states, [x.flip(0) for x in inputs], constants)
         return last, outputs.flip(0)
 
-    with disable_proxy_modes_tracing():  # a step that is not part of the graph
-        around = tensors_around(step, states, [x[0] for x in inputs], list(constants))
-    copies = [_copy(x) for x in around]  # which the graph knows, and of which none is a view of another
+    with disable_proxy_modes_tracing():  # this step must not become part of the graph
+        captured = captured_tensors(step, states, [x[0] for x in inputs], list(constants))
+    copies = [_copy(x) for x in captured]  # these are part of the graph, and no views of each other
 
-    def body(*given: Any) -> list[Tensor]:
-        rest = iter(given)
-        *arguments, others = (list(islice(rest, len(group))) for group in (states, inputs, constants, around))
-        with _Elementary(), Replacing(around, others):  # modes are off inside the functions that they let pass
-            new, output = step(*arguments)
-        return [*map(_copy, new), output]  # results must not alias each other, nor arguments
+    def body(*operands: Any) -> list[Tensor]:
+        rest = iter(operands)
+        *arguments, replacements = (list(islice(rest, len(group))) for group in (states, inputs, constants, captured))
+        # Both modes are entered here, as modes are off inside the functions that they forward.
+        with _Elementary(), Replacing(captured, replacements):
+            next_states, output = step(*arguments)
+        return [*map(_copy, next_states), output]  # results must alias neither each other nor arguments
 
-    states = [_copy(x) for x in states]  # the same may be given twice, and a step's results must be laid out as these
+    # Copies, as one tensor may be passed as two states, and as a step's results must have the strides of these.
+    states = [_copy(x) for x in states]
     if torch.onnx.is_in_onnx_export():
         *last, outputs = scan_op(body, states, inputs, (*constants, *copies))
         return last, outputs
@@ -105,19 +107,19 @@ def loop(
         states = _differentiable(states, (*(x[0] for x in inputs), *constants, *copies))
     sizes = _symbols(*states, *inputs, *constants, *copies)
     *last, outputs = scan_op(body, states, inputs, (*constants, *copies, *sizes))
-    # A copy that lies elsewhere: PyTorch 2.13's packages do not compile where the next operation would write its result
-    # over the loop's.
+    # A copy in other memory: PyTorch 2.13's packages do not compile if the next operation would overwrite the loop's
+    # result with its own.
     return last, torch.cat([outputs[:1], outputs])[1:]
 
 
 def _differentiable(states: list[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """The same states, with gradients if the others have some.
+    """The same states, requiring gradients if any of the others does.
 
-    Where those before the first step have none, PyTorch 2.11's loops have none of the states through time.
+    If the initial states do not, PyTorch 2.11's loops do not propagate gradients through the states of later steps.
     """
-    numbers = [x.abs().sum() for x in (*others, *states) if x.is_floating_point() or x.is_complex()]
-    other = torch.stack([x.to(numbers[0].dtype) for x in numbers]).sum()
-    return [torch.where(torch.ones_like(x, dtype=torch.bool), x, other.to(x.dtype)) for x in states]
+    norms = [x.abs().sum() for x in (*others, *states) if x.is_floating_point() or x.is_complex()]
+    unused = torch.stack([x.to(norms[0].dtype) for x in norms]).sum()
+    return [torch.where(torch.ones_like(x, dtype=torch.bool), x, unused.to(x.dtype)) for x in states]
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -125,14 +127,14 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _symbols(*tensors: Tensor) -> list[SymInt]:
-    """The unknowns of all sizes: PyTorch's compiler lays out a loop's outputs by those among the loop's arguments."""
+    """The symbols in all sizes: PyTorch's compiler lays out a loop's outputs by those among the loop's arguments."""
     sizes: list[Any] = [size for x in tensors for size in x.shape if isinstance(size, SymInt)]
-    found = {symbol: size.node for size in sizes for symbol in sorted(size.node.expr.free_symbols, key=str)}
-    return [node.shape_env.create_symintnode(symbol, hint=None) for symbol, node in found.items()]
+    nodes = {symbol: size.node for size in sizes for symbol in sorted(size.node.expr.free_symbols, key=str)}
+    return [node.shape_env.create_symintnode(symbol, hint=None) for symbol, node in nodes.items()]
 
 
 class _Elementary(TorchFunctionMode):
-    """Functions that PyTorch writes into ONNX by formulas that overflow or cancel, or not at all, by others."""
+    """In ONNX exports, replaces functions that PyTorch cannot write, or writes as formulas that overflow or cancel."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if torch.onnx.is_in_onnx_export():
@@ -146,7 +148,7 @@ def _log_sigmoid(x: Tensor) -> Tensor:
 
 def _log_add_exp(x: Tensor, y: Tensor) -> Tensor:
     differ = torch.maximum(x, y) + _log1p(torch.exp(-(x - y).abs()))
-    return torch.where(x == y, x + math.log(2.0), differ)  # two infinities have no difference
+    return torch.where(x == y, x + math.log(2.0), differ)  # the difference of equal infinities would be NaN
 
 
 def _expm1(x: Tensor) -> Tensor:
@@ -154,15 +156,15 @@ def _expm1(x: Tensor) -> Tensor:
 
 
 def _log1p(x: Tensor) -> Tensor:
-    rounded = (x + 1.0) - 1.0  # the logarithm's own argument, for which x / rounded corrects
+    rounded = (x + 1.0) - 1.0  # the logarithm is that of 1 + rounded, which the factor x / rounded corrects
     corrected = torch.log(x + 1.0) * torch.where(rounded == x, 1.0, x / rounded)
     return torch.where(rounded == 0.0, x, corrected)
 
 
 def _hypot(x: Tensor, y: Tensor) -> Tensor:
     low, high = torch.minimum(x.abs(), y.abs()), torch.maximum(x.abs(), y.abs())
-    share = torch.where(low == high, 1.0, low / high)  # two zeros or infinities have no ratio
-    return high * torch.sqrt(1.0 + share * share)
+    ratio = torch.where(low == high, 1.0, low / high)  # the quotient of two zeros or infinities would be NaN
+    return high * torch.sqrt(1.0 + ratio * ratio)
 
 
 _FORMULAS: dict[Any, Callable] = {
@@ -176,16 +178,17 @@ _FORMULAS: dict[Any, Callable] = {
 }
 
 
-def proxy_among(*given: Any) -> Proxy | None:
-    """The first of the arguments, or of their parts, that ``torch.fx`` traces."""
-    parts = (part for x in given for part in (x if isinstance(x, (tuple, list)) else (x,)))
+def proxy_among(*arguments: Any) -> Proxy | None:
+    """The first proxy of ``torch.fx`` among the arguments and their elements; None unless it traces the call."""
+    parts = (part for x in arguments for part in (x if isinstance(x, (tuple, list)) else (x,)))
     return next((part for part in parts if isinstance(part, Proxy)), None)
 
 
 def node_of(module: nn.Module, own_forward: Callable, tracer: Any, input: Any, **options: Any) -> Any:
-    """A call of a layer in the graph that ``torch.fx`` traces, which by itself keeps only ``torch.nn``'s as one node.
+    """A node for a call of a layer in the graph that ``torch.fx`` traces: by default only torch.nn's layers become one.
 
-    The node calls the layer, so nothing around its own forward can have been traced already.
+    As the node calls the whole layer, an error is raised if the tracer is already inside it, or in code around its
+    ``own_forward``: hooks, or a subclass's forward.
     """
     hooked = module._forward_hooks or module._forward_pre_hooks
     if module is tracer.root or hooked or type(module).forward is not own_forward:
@@ -193,8 +196,8 @@ def node_of(module: nn.Module, own_forward: Callable, tracer: Any, input: Any, *
             f"torch.fx cannot trace the inside of {type(module).__name__}, nor hooks or a forward around it: give a "
             "torch.fx.Tracer an is_leaf_module that is true for it"
         )
-    given = {name: x for name, x in options.items() if x is not None}
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), (input,), given)
+    kwargs = {name: x for name, x in options.items() if x is not None}
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (input,), kwargs)
 
 
 def constant_to_compilers(function: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""Several calls of an operator, such as of both directions of a layer, that run as one: eager ones and compiled."""
+"""Several calls of an operator, such as both directions of a layer, as one call, in eager mode and compiled."""
 
 import ast
 import functools
@@ -17,14 +17,14 @@ from ostinato.kernels.operators.vmap import vmap_rule
 
 
 class Part:
-    """What one of several calls keeps of the context that they share."""
+    """One call's part of the autograd context that several calls share."""
 
     settings: Any = None  # whatever ``setup_context`` sets beside the tensors
     saved_tensors: Sequence[Tensor | None]
     needs_input_grad: Sequence[bool]
 
     def with_saved(self, tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> "Part":
-        """A copy, which compilers can follow, with these tensors and what needs a gradient, as a backward takes it."""
+        """A copy with these tensors and flags, as a backward takes it; assignments that compilers can trace."""
         part = Part()
         part.settings, part.saved_tensors, part.needs_input_grad = self.settings, tensors, needed
         return part
@@ -44,13 +44,13 @@ def of_several(
     backward: Callable,
     compiled: Callable,
 ) -> Operator:
-    """A function of several calls' arguments that returns what an operator returns for each.
+    """A function that takes the arguments of several calls and returns an operator's results for each.
 
-    In eager mode all are one node of autograd.  ``prepare(*calls)`` returns the function that computes all results of
-    calls like these, ``setup_context`` saves what each needs, and ``backward(function, parts, grads)`` returns the
-    gradients of each, given those of its results.  In compiled graphs ``compiled(*calls)`` computes all results, such
-    as :func:`one_operator`, elsewhere ``separately(*calls)``.
-    The function's ``prepared(*calls)`` is as that of :func:`~ostinato.kernels.operators.dispatch.operator`.
+    In eager mode all calls are one autograd node.  ``prepare(*calls)`` returns the function that computes all results
+    of calls like these, ``setup_context`` saves what each call needs, and ``backward(function, parts, grads)`` returns
+    the gradients of each call's arguments, given those of its results.  In compiled graphs ``compiled(*calls)``, such
+    as :func:`one_operator`, computes all results, and everywhere else ``separately(*calls)``.
+    The attribute ``prepared`` is that of :func:`~ostinato.kernels.operators.dispatch.operator`, for several calls.
     """
     apply = _eager(name, setup_context, backward)
 
@@ -63,8 +63,9 @@ def of_several(
     def several(*calls: tuple) -> Any:
         if is_eager(_joined(calls)):
             return prepared(*calls)(*calls)
-        is_pushed = forward_ad._current_level >= 0  # then this operator, unlike that of one call, would lose tangents
-        runs_as_one = torch.compiler.is_dynamo_compiling() and not (export.is_portable() or is_pushed)
+        # In forward mode, unlike the operator of one call, this one would lose the tangents.
+        is_forward_mode = forward_ad._current_level >= 0
+        runs_as_one = torch.compiler.is_dynamo_compiling() and not (export.is_portable() or is_forward_mode)
         return compiled(*calls) if runs_as_one else separately(*calls)
 
     several.prepared = prepared  # type: ignore[attr-defined]
@@ -72,22 +73,22 @@ def of_several(
 
 
 def _eager(name: str, setup_context: Callable, backward: Callable) -> Callable:
-    """A node of autograd around the function that is its last argument, for this number of calls, its first."""
+    """An autograd node that takes the number of calls, all their arguments, and the function that it runs."""
 
-    def run_and_keep(ctx: Any, count: int, *args: Any) -> tuple[Tensor, ...]:
+    def run_and_save(ctx: Any, count: int, *args: Any) -> tuple[Tensor, ...]:
         calls, ctx.run = _split(args[:-1], count), args[-1]
         results = ctx.run(*calls)
-        ctx.parts = _kept(ctx, setup_context, calls, results)
+        ctx.parts = _saved(ctx, setup_context, calls, results)
         return tuple(x for result in results for x in result)
 
-    def backward_of_all(ctx: Any, *grads: Tensor | None) -> tuple:
+    def pull_back(ctx: Any, *grads: Tensor | None) -> tuple:
         count = len(ctx.parts)
         each = zip(ctx.parts, *(_split(x, count) for x in (ctx.saved_tensors, ctx.needs_input_grad[1:-1])), strict=True)
         parts = [part.with_saved(saved, needed) for part, saved, needed in each]
-        found = backward(ctx.run, parts, _split(grads, count))
-        return None, *(grad for of_one in found for grad in of_one), None
+        call_grads = backward(ctx.run, parts, _split(grads, count))
+        return None, *_joined(call_grads), None
 
-    return apply_of(autograd_function(name, forward=run_and_keep, backward=backward_of_all))
+    return apply_of(autograd_function(name, forward=run_and_save, backward=pull_back))
 
 
 def one_operator(
@@ -99,13 +100,13 @@ def one_operator(
     fake: Callable,
     whole: Callable,
 ) -> Callable:
-    """The function as an operator in ``torch.library``, ``ostinato::name``, with another for its gradients.
+    """The function of several calls as an operator ``ostinato::name`` in ``torch.library``; a second has its gradients.
 
-    The arguments are as those of :func:`of_several`.  ``arguments_of(part)`` are a call's, of what it has saved;
-    ``fake(*calls)`` are tensors like all results, and ``whole(call, result)`` those of a call with what the function
-    may have left out.  Where gradients may be differentiated, or are batches, ``backward`` is given None for the
-    function, and must then use no other operator of several calls.  What the calls hold beside tensors and numbers,
-    which may be symbols to a compiler, is in a text.
+    Other arguments are those of :func:`of_several`.  ``arguments_of(part)`` returns a call's arguments, from what it
+    has saved; ``fake(*calls)`` returns tensors like all results, and ``whole(call, result)`` a call's results including
+    those that the function may leave out.  Where gradients may be differentiated or are batched, ``backward`` is called
+    with None for the function, and must then use no other operator of several calls.  The operators take all tensors,
+    all numbers, which may be symbols to a compiler, and a text with everything else in the calls.
     """
 
     operator = _OneOperator(name, prepare, setup_context, backward, arguments_of, fake, whole).operator
@@ -113,7 +114,7 @@ def one_operator(
 
 
 class _OneOperator:
-    """The two operators of :func:`one_operator`, of calls as :func:`_flattened` writes them."""
+    """The two operators of :func:`one_operator`, which take calls as :func:`_flattened` encodes them."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class _OneOperator:
         self._arguments_of, self._fake, self._whole = arguments_of, fake, whole
         self.operator = torch.library.custom_op(f"ostinato::{name}", self.run, mutates_args=())
         self.operator.register_fake(self.run_fake)
-        self.operator.register_autograd(self.pull_back, setup_context=self.keep)
+        self.operator.register_autograd(self.pull_back, setup_context=self.save)
         self.gradient = torch.library.custom_op(f"ostinato::{name}_backward", self.run_backward, mutates_args=())
         self.gradient.register_fake(self.fake_backward)
         for operator in (self.operator, self.gradient):
@@ -137,7 +138,7 @@ class _OneOperator:
 
     def run(self, form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
         calls = _unflattened(form, numbers, tensors)
-        if not len(tensors[0]):  # without rows, results have no elements
+        if not len(tensors[0]):  # without rows, the results have no elements
             return self.run_fake(form, numbers, tensors)
         with torch.no_grad():
             results = self._prepare(*calls)(*calls)
@@ -152,11 +153,11 @@ class _OneOperator:
         each = [*_parts(form, numbers, tensors)]
         parts, calls = [part for part, _ in each], [self._arguments_of(part) for part, _ in each]
         with torch.no_grad():
-            found = self._backward(self._prepare(*calls), parts, [grads for _, grads in each])
+            results = self._backward(self._prepare(*calls), parts, [grads for _, grads in each])
             return [
                 x.new_zeros(x.shape) if grad is None else grad
-                for call, part, of_call in zip(calls, parts, found, strict=True)
-                for x, grad, needed in zip(call, of_call, part.needs_input_grad, strict=True)
+                for call, part, call_grads in zip(calls, parts, results, strict=True)
+                for x, grad, needed in zip(call, call_grads, part.needs_input_grad, strict=True)
                 if needed
             ]
 
@@ -164,44 +165,44 @@ class _OneOperator:
         parts = [part for part, _ in _parts(form, numbers, tensors)]
         each = zip(map(self._arguments_of, parts), parts, strict=True)
         return [
-            x.new_empty(x.shape)  # contiguous, as kernels write gradients, whatever x is
+            x.new_empty(x.shape)  # contiguous, as kernels write gradients, whatever the strides of x
             for call, part in each
             for x, needed in zip(call, part.needs_input_grad, strict=True)
             if needed
         ]
 
-    def keep(self, ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    def save(self, ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
         calls = _unflattened(*inputs)
-        ctx.calls = [[isinstance(x, Tensor) for x in call] for call in calls]
-        ctx.parts = _kept(ctx, self._setup_context, calls, _split(output, len(calls)))
+        ctx.is_tensor = [[isinstance(x, Tensor) for x in call] for call in calls]
+        ctx.parts = _saved(ctx, self._setup_context, calls, _split(output, len(calls)))
 
     def pull_back(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
         flags = iter(ctx.needs_input_grad[2])
-        needed = [[is_tensor and next(flags) for is_tensor in call] for call in ctx.calls]
-        saved, of_results = (_split(x, len(needed)) for x in (ctx.saved_tensors, grads))
+        needed = [[is_tensor and next(flags) for is_tensor in call] for call in ctx.is_tensor]
+        saved, result_grads = (_split(x, len(needed)) for x in (ctx.saved_tensors, grads))
         if torch.is_grad_enabled() or any(x is not None and is_batched(x) for x in grads):
-            # Only operators of one call have derivatives themselves, and a rule for the rows of a Jacobian.
-            own = zip(ctx.parts, saved, needed, strict=True)
-            apart = self._backward(None, [part.with_saved(*kept) for part, *kept in own], of_results)
-            of_all = zip(itertools.chain(*ctx.calls), itertools.chain(*apart), strict=True)
-            return None, None, [grad for is_tensor, grad in of_all if is_tensor]
-        fields = zip(saved, (part.settings for part in ctx.parts), of_results, needed, strict=True)
-        found = iter(self.gradient(*_flattened([*itertools.chain(*fields)])))
-        each = zip(itertools.chain(*ctx.calls), itertools.chain(*needed), strict=True)
-        return None, None, [next(found) if need else None for is_tensor, need in each if is_tensor]
+            # Only operators of one call are differentiable themselves, and have a rule for the rows of a Jacobian.
+            each = zip(ctx.parts, saved, needed, strict=True)
+            call_grads = self._backward(None, [part.with_saved(*fields) for part, *fields in each], result_grads)
+            all_grads = zip(itertools.chain(*ctx.is_tensor), itertools.chain(*call_grads), strict=True)
+            return None, None, [grad for is_tensor, grad in all_grads if is_tensor]
+        fields = zip(saved, (part.settings for part in ctx.parts), result_grads, needed, strict=True)
+        computed = iter(self.gradient(*_flattened([*itertools.chain(*fields)])))
+        inputs = zip(itertools.chain(*ctx.is_tensor), itertools.chain(*needed), strict=True)
+        return None, None, [next(computed) if need else None for is_tensor, need in inputs if is_tensor]
 
 
 def _of_samples(
     name: str, operator: Callable, info: Any, in_dims: tuple, form: str, numbers: list[int], tensors: list[Tensor]
 ) -> tuple[list[Tensor], list[int]]:
-    """What ``torch.vmap`` runs: a call for each sample."""
-    rule = vmap_rule(name, lambda *own: tuple(operator(form, numbers, list(own))), None)
+    """The rule for ``torch.vmap``: a call for each sample."""
+    rule = vmap_rule(name, lambda *samples: tuple(operator(form, numbers, list(samples))), None)
     results, dims = rule(info, tuple(in_dims[2]), *tensors)
     return list(results), list(dims)
 
 
-def _kept(ctx: Any, setup_context: Callable, calls: Sequence[Sequence], results: Sequence[Sequence]) -> list[Part]:
-    """What each call keeps, whose tensors are the context's to keep."""
+def _saved(ctx: Any, setup_context: Callable, calls: Sequence[Sequence], results: Sequence[Sequence]) -> list[Part]:
+    """Each call's part, after its tensors have been saved in the context."""
     parts = [Part() for _ in calls]
     for part, call, result in zip(parts, calls, results, strict=True):
         setup_context(part, call, result)
@@ -211,7 +212,7 @@ def _kept(ctx: Any, setup_context: Callable, calls: Sequence[Sequence], results:
 
 
 def _parts(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[tuple[Part, tuple]]:
-    """What each call has kept, and the gradients of its results, of the fields that ``pull_back`` gives of it."""
+    """Each call's part and the gradients of its results, from the four fields of each that ``pull_back`` encodes."""
     fields = _unflattened(form, numbers, tensors)
     for saved, settings, grads, needed in zip(*(fields[i::4] for i in range(4)), strict=True):
         part = Part()
@@ -223,7 +224,7 @@ _TENSOR, _NUMBER = "tensor", "number"
 
 
 def _flattened(calls: Sequence[Sequence[Any]]) -> tuple[str, list[int], list[Tensor]]:
-    """A text with the calls' constants, their numbers and their tensors, in which a compiler can follow."""
+    """Encode calls as a text with their constants, their numbers and their tensors; compilers can trace this code."""
     form, numbers, tensors = "", [], []
     for call in calls:
         for x in call:
@@ -241,14 +242,14 @@ def _flattened(calls: Sequence[Sequence[Any]]) -> tuple[str, list[int], list[Ten
 
 
 def _unflattened(form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[tuple]:
-    """The calls of these texts, numbers and tensors."""
-    given: dict[Any, Iterator[Any]] = {Tensor: iter(tensors), int: iter(numbers)}
-    return [tuple([next(given[x]) if x in given else x for x in call]) for call in _constants(form)]
+    """The inverse of :func:`_flattened`."""
+    remaining: dict[Any, Iterator[Any]] = {Tensor: iter(tensors), int: iter(numbers)}
+    return [tuple([next(remaining[x]) if x in remaining else x for x in call]) for call in _constants(form)]
 
 
 @functools.lru_cache(1024)
 def _constants(form: str) -> list[list[Any]]:
-    """Those of each call, and the types of what else there is; cached, as to parse them takes as long as a layer."""
+    """Each call's constants, with types for tensors and numbers; cached, as parsing takes as long as a layer does."""
     types = {_TENSOR: Tensor, _NUMBER: int}
     words = (call.split(",")[:-1] for call in form.split(";")[:-1])
     return [[types[x] if x in types else ast.literal_eval(x) for x in call] for call in words]
@@ -259,6 +260,6 @@ def _joined(calls: Sequence[tuple]) -> list[Any]:
 
 
 def _split(x: Sequence[Any], count: int) -> list[Sequence[Any]]:
-    """The parts of a sequence, which are as many and equally long."""
+    """A sequence cut into `count` parts of equal length."""
     size = len(x) // count
     return [x[first : first + size] for first in range(0, len(x), size)]

@@ -1,4 +1,4 @@
-"""The tensors that a function takes from around it, such as a module's weights, found and replaced."""
+"""Finds and replaces the tensors that a function captures, such as a module's weights."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,42 +8,45 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-def tensors_around(function: Callable, *given: Any) -> list[Tensor]:
-    """Those that ``function(*given)`` hands to PyTorch without having been given or having made them."""
-    with _Noting(given) as noted:
-        function(*given)
-    return list(noted.around.values())
+def captured_tensors(function: Callable, *arguments: Any) -> list[Tensor]:
+    """The tensors that ``function(*arguments)`` passes to PyTorch though they are neither arguments nor its results."""
+    with _Recording(arguments) as recording:
+        function(*arguments)
+    return list(recording.captured.values())
 
 
 class Replacing(TorchFunctionMode):
-    """Hands others to PyTorch in place of some tensors."""
+    """Passes replacements to PyTorch in place of some tensors."""
 
-    def __init__(self, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], replacements: Sequence[Tensor]) -> None:
         super().__init__()
-        self._others = {id(x): (other, x) for x, other in zip(tensors, others, strict=True)}
+        # By id; keeping the tensor keeps its id from being reused.
+        self._replacements = {id(x): (other, x) for x, other in zip(tensors, replacements, strict=True)}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        def other(x: Tensor) -> Tensor:
-            return self._others.get(id(x), (x, x))[0]
+        def replacement(x: Tensor) -> Tensor:
+            return self._replacements.get(id(x), (x, x))[0]
 
-        args, kwargs = tree_map_only(Tensor, other, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Tensor, replacement, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-class _Noting(TorchFunctionMode):
-    def __init__(self, given: Any) -> None:
+class _Recording(TorchFunctionMode):
+    """Records the tensors that functions take, except for arguments and for what earlier functions returned."""
+
+    def __init__(self, arguments: Any) -> None:
         super().__init__()
-        self.around: dict[int, Tensor] = {}  # by id
-        self._known: dict[int, Any] = {}  # with the tensors, so that no others get their ids
-        self._know(given)
+        self.captured: dict[int, Tensor] = {}  # by id
+        self._known: dict[int, Any] = {}  # by id; keeping the objects keeps their ids from being reused
+        self._add_known(arguments)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor) and id(x) not in self._known:
-                self.around[id(x)] = x
+                self.captured[id(x)] = x
         result = func(*args, **(kwargs or {}))
-        self._know(result)
+        self._add_known(result)
         return result
 
-    def _know(self, made: Any) -> None:
-        self._known.update((id(x), x) for x in tree_leaves(made))
+    def _add_known(self, tree: Any) -> None:
+        self._known.update((id(x), x) for x in tree_leaves(tree))

@@ -12,23 +12,23 @@ Groups = tuple[tuple[int | None, ...], tuple[int, ...]]
 
 
 def vmap_rule(name: str, call: Callable, groups: Callable[..., Groups] | None) -> Callable:
-    """How ``torch.vmap`` runs an operator on tensors with an additional dimension of samples.
+    """The rule by which ``torch.vmap`` runs an operator on tensors with an additional dimension of samples.
 
-    If the operator treats channels, the last dimension, independently, as ``groups(*args)`` says by returning the
-    :data:`Groups` of its arguments and results, the channels of all samples are concatenated.
+    If the operator treats channels, the last dimension, independently, ``groups(*args)`` returns the :data:`Groups` of
+    its arguments and results, and one call runs on the channels of all samples, concatenated.
     """
 
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         size = info.batch_size
         if size == 0:
             raise ValueError(f"vmap over {name} needs samples; got a dimension of size 0")
-        of_args, of_results = groups(*args) if groups else ((None,) * len(args), ())
-        if any(n is None and dim is not None for n, dim in zip(of_args, in_dims, strict=True)):
+        arg_groups, result_groups = groups(*args) if groups else ((None,) * len(args), ())
+        if any(n is None and dim is not None for n, dim in zip(arg_groups, in_dims, strict=True)):
             samples = [call(*map(functools.partial(_sample, i), args, in_dims)) for i in range(size)]
             results = tuple(map(torch.stack, zip(*samples, strict=True)))
         else:
-            folded = call(*map(functools.partial(_folded, size), args, in_dims, of_args))
-            results = tuple(map(functools.partial(_unfolded, size), folded, of_results))
+            folded = call(*map(functools.partial(_folded, size), args, in_dims, arg_groups))
+            results = tuple(map(functools.partial(_unfolded, size), folded, result_groups))
         return results, (0,) * len(results)
 
     return vmap
@@ -39,7 +39,7 @@ def _sample(i: int, x: Any, dim: int | None) -> Any:
 
 
 def _folded(size: int, x: Any, dim: int | None, groups: int | None) -> Any:
-    """(..., groups * channels), its samples along `dim` or all alike, to (..., groups * size * channels)."""
+    """(..., groups * channels), with samples along `dim` or the same for all, to (..., groups * size * channels)."""
     if groups is None or x is None:
         return x
     x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -47,5 +47,5 @@ def _folded(size: int, x: Any, dim: int | None, groups: int | None) -> Any:
 
 
 def _unfolded(size: int, x: Tensor, groups: int) -> Tensor:
-    """The inverse, samples first."""
+    """The inverse of :func:`_folded`, with samples in the first dimension."""
     return x.unflatten(-1, (groups, size, x.shape[-1] // (groups * size))).movedim(-2, 0).flatten(-2)
