@@ -11,17 +11,17 @@ Gates forget.  If P underflows within the first steps of a shard,
     3. the first steps are scanned again from the carry
 
 and the exchange, with its host overhead, overlaps with the scan.  Otherwise P and L are computed first, the processes
-exchange, and each scans its shard once.  Gradients take the same two ways in the opposite direction.
+exchange, and each scans its shard once.  Gradients take the same two paths in the opposite direction.
 
-==================  =====================================================================
-``scans.py``        the scans and linear recurrences of a sharded sequence
-``layers.py``       layers of one: those of a module, and what they call
+==================  ======================================================================
+``scans.py``        scans and linear recurrences over a sharded sequence
+``layers.py``       layers over a sharded sequence
 ``boundary.py``     the exchange between shards, forward and backward
-``packed.py``       the same of packed sequences, of which only some cross it
-``steps.py``        the steps of a shard, which are run, and reduced to P and L
-``kinds.py``        those of each kind of recurrence
+``packed.py``       the same for packed sequences, only some of which cross a boundary
+``steps.py``        what a kind of recurrence provides: the scan of a shard, its P and L
+``kinds.py``        the kinds of recurrences
 ``collectives.py``  differentiable collectives
-==================  =====================================================================
+==================  ======================================================================
 """
 
 from ostinato.distributed.layers import sequence_parallel

@@ -22,7 +22,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class _Prediction:
-    """Whether shards forget what enters them: as the last one of this process did."""
+    """The prediction whether a shard forgets the state that enters it: as the last shard of this process did."""
 
     forgets = True
 
@@ -106,7 +106,7 @@ class Boundary:
     # Whether the scan or the exchange comes first
 
     def launch_test(self, reach: int) -> Callable[[], bool] | None:
-        """Launch the test whether states are forgotten within ``reach`` steps of either end, if these are few."""
+        """Launch the test whether states are forgotten within ``reach`` steps at either end; None if these are many."""
         steps = self.steps
         if not (steps.forgets and can_test(steps.length, steps.device)):
             return None
@@ -132,12 +132,12 @@ class Boundary:
     # What is sent
 
     def reduced(self) -> tuple[Tensor, Tensor]:
-        """P and L of the leaving sequence's steps."""
+        """P and L of the steps of the sequence that leaves the shard."""
         steps = self.steps
         return self.reduce(self.tail, lambda chunk: steps.part(chunk).compose(), steps.ring, steps.reverse)
 
     def reduced_backward(self, grad_h: Tensor, h: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
-        """P and L of the entering sequence's gradient, which flows in the opposite direction."""
+        """P and L of the gradient, which flows in the opposite direction, of the sequence that enters the shard."""
         steps = self.steps
         h, grad_h = steps.by_batch(h), steps.by_batch(grad_h)
 
@@ -149,7 +149,7 @@ class Boundary:
     def reduce(
         self, span: slice, compose: Callable[[slice], tuple[Tensor, Tensor]], ring: Semiring, reverse: bool
     ) -> tuple[Tensor, Tensor]:
-        """P and L of some of the steps, chunk by chunk to bound the temporary memory."""
+        """P and L of a span of the steps, chunk by chunk to bound the temporary memory."""
         begins = range(span.start, span.stop, self.steps.largest_chunk)
         P = L = None
         for begin in reversed(begins) if reverse else begins:
@@ -160,8 +160,8 @@ class Boundary:
             else:
                 P, L = ring.times(next_P, P), ring.times_plus(next_P, L, next_L)
         if P is None or L is None:
-            none = torch.zeros(self.steps.batch, self.steps.channels, device=self.steps.device)
-            return self.widened(none + ring.one), self.widened(none + ring.zero)
+            zeros = torch.zeros(self.steps.batch, self.steps.channels, device=self.steps.device)
+            return self.widened(zeros + ring.one), self.widened(zeros + ring.zero)
         return P, L
 
     def resets_in(self, span: slice) -> tuple[Tensor, ...]:
@@ -184,8 +184,9 @@ class Boundary:
         """The gradient of the state that leaves this shard, and that of the initial state."""
         steps = self.steps
         grad_last = torch.zeros_like(L, dtype=steps.dtype) if grad_last is None else grad_last
-        *gathered, of_each = gather(self.group, self.widened(P), self.widened(L), *self.resets_in(self.head), grad_last)
-        incoming, grad_h0 = self.enter_backward(of_each.sum(0), *gathered)
+        sent = self.widened(P), self.widened(L), *self.resets_in(self.head), grad_last
+        *gathered, grads_last = gather(self.group, *sent)
+        incoming, grad_h0 = self.enter_backward(grads_last.sum(0), *gathered)
         return incoming.to(steps.dtype), grad_h0.to(steps.dtype)
 
     def exchange_differentiable(self, initial: Tensor, P: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,15 +215,15 @@ class Boundary:
         return self.before(start, after, reverse), last
 
     def can_pass_on(self, resets: tuple[Tensor, ...]) -> bool:
-        """Whether the kernel that carries a state through all shards can be used, which is not differentiable."""
+        """Whether to carry states through all shards by a kernel, which takes no resets and is not differentiable."""
         return self.steps.has_kernel and not (resets or torch.is_grad_enabled())
 
     def forgotten(self, resets: tuple[Tensor, ...]) -> Tensor | None:
-        """(B, R): the shards that no state crosses, because of a reset."""
+        """(B, R): which shards no state crosses, because of a reset."""
         return resets[0][..., 0].bool().T.contiguous() if resets else None
 
     def before(self, start: Tensor, after: Tensor, reverse: bool) -> Tensor:
-        """The state before this shard, from those after each shard, (B, R, D)."""
+        """The state before this shard, given the state before all shards and those after each, (B, R, D)."""
         states = (after, start[:, None]) if reverse else (start[:, None], after)
         return torch.cat(states, 1)[:, self.rank + 1 if reverse else self.rank]
 

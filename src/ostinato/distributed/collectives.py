@@ -8,7 +8,9 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # till PyTorch 2.12
+_all_gather = (
+    getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+)  # its name up to PyTorch 2.12
 
 
 class Sum(torch.autograd.Function):
@@ -27,7 +29,7 @@ class Sum(torch.autograd.Function):
 
 
 class Gathered(torch.autograd.Function):
-    """All-gather to (R, ...); a process's tensor gets the sum of all processes' gradients of it."""
+    """All-gather to (R, ...); the gradient of a process's tensor is the sum of all processes' gradients of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -64,7 +66,7 @@ def gather(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def group_of(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
-    """The process group that is meant."""
+    """The process group itself, or that of a device mesh of one dimension."""
     if isinstance(group, DeviceMesh):
         if group.ndim > 1:
             raise ValueError(f"group must be a device mesh of one dimension; got {group}")

@@ -1,4 +1,4 @@
-"""Steps of each kind of recurrence: linear scans, those of logarithms, minimal layers, and what a user defines."""
+"""The steps of each kind of recurrence: scans, scans of logarithms, minimal layers, and user-defined recurrences."""
 
 from typing import Any, cast
 
@@ -34,8 +34,8 @@ class Linear(Steps):
         return zeroed(part.coefficients()[0], part.resets)
 
 
-class _Given(Steps):
-    """Steps whose inputs are their coefficients."""
+class _Coefficients(Steps):
+    """Steps whose inputs are the coefficients a and b."""
 
     def __init__(self, a: Tensor, b: Tensor, resets: Tensor | None, reverse: bool, backend: str) -> None:
         self.inputs = (a, b)
@@ -44,36 +44,37 @@ class _Given(Steps):
         self.dtype, self.device = b.dtype, b.device
 
     @property
-    def given(self) -> tuple[Tensor, Tensor]:
+    def a_and_b(self) -> tuple[Tensor, Tensor]:
         """a and b."""
         return cast(tuple[Tensor, Tensor], self.inputs)
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        a, b = self.given
+        a, b = self.a_and_b
         return a.to(self.wide), b.to(self.wide)
 
 
-class LinearScan(_Given, Linear):
+class LinearScan(_Coefficients, Linear):
     """Steps of ``h = a*h + b`` of given a and b."""
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         options: dict[str, Any] = {"resets": self.resets, "reverse": self.reverse, "backend": self.backend}
-        return scan.linear_scan(*self.given, h0, cu_seqlens=self.cu_seqlens, **options)  # caches its launches
+        return scan.linear_scan(*self.a_and_b, h0, cu_seqlens=self.cu_seqlens, **options)  # caches its launches
 
     def run_backward(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        others = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
-        grad_a, grad_b, grad_h0 = operators.linear_scan_backward(self.given[0], None, *others)
+        rest = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
+        grad_a, grad_b, grad_h0 = operators.linear_scan_backward(self.a_and_b[0], None, *rest)
         return grad_h0, grad_a, grad_b
 
     @property
     def largest_chunk(self) -> int:
-        as_they_are = self.resets is None and self.dtype in (torch.float32, torch.float64)
-        return max(self.length, 1) if self.has_kernel and as_they_are else self.most_at_once
+        """All steps where the reduction kernel reads the inputs themselves, without temporary tensors."""
+        reads_inputs = self.resets is None and self.dtype in (torch.float32, torch.float64)
+        return max(self.length, 1) if self.has_kernel and reads_inputs else self.most_at_once
 
 
-class LogLinearScan(_Given):
+class LogLinearScan(_Coefficients):
     """Steps of ``log_h = logaddexp(log_a + log_h, log_b)``."""
 
     ring = LOG
@@ -83,14 +84,14 @@ class LogLinearScan(_Given):
         return self.compose_by_scans()
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
-        return operators.log_linear_scan(*self.given, h0, self.cu_seqlens, self.resets, self.reverse, self.backend)
+        return operators.log_linear_scan(*self.a_and_b, h0, self.cu_seqlens, self.resets, self.reverse, self.backend)
 
     def run_backward(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        a, b = self.given
-        others = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
-        grad_a, grad_b, grad_h0 = operators.log_linear_scan_backward(a, b, *others)
+        a, b = self.a_and_b
+        rest = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
+        grad_a, grad_b, grad_h0 = operators.log_linear_scan_backward(a, b, *rest)
         return grad_h0, grad_a, grad_b
 
     def scan(
@@ -123,13 +124,13 @@ class Minimal(Linear):
         self.dtype, self.device = pre.dtype, pre.device
 
     @property
-    def given(self) -> tuple[Tensor, Tensor | None]:
+    def pre_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """The pre-activations and the bias."""
         return cast(tuple[Tensor, Tensor | None], self.inputs)
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         start = None if h0 is None else h0[None]
-        pre, bias = self.given
+        pre, bias = self.pre_and_bias
         h, h_last = layer_scan(pre, bias, start, None, None, *self.settings)
         return h, h_last[0]
 
@@ -137,13 +138,13 @@ class Minimal(Linear):
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         grad_last = None if grad_last is None else grad_last[None]
-        pre, bias = self.given
-        others = h0[None], None, None, *self.settings, h, grad_h, grad_last
-        grad_pre, grad_bias, grad_h0 = layer_scan_backward(pre, bias, *others)
+        pre, bias = self.pre_and_bias
+        rest = h0[None], None, None, *self.settings, h, grad_h, grad_last
+        grad_pre, grad_bias, grad_h0 = layer_scan_backward(pre, bias, *rest)
         return grad_h0[0], grad_pre, None if bias is None else grad_bias
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        pre, bias = self.given
+        pre, bias = self.pre_and_bias
         total = self.by_batch(pre).to(self.wide)
         total = total if bias is None else total + bias.to(self.wide)
         return self.function(*total.chunk(total.shape[-1] // self.channels, -1))
@@ -163,22 +164,22 @@ class General(Linear):
         self.dtype, self.device = sequences[0].dtype, sequences[0].device
 
     @property
-    def given(self) -> tuple[Tensor, ...]:
+    def arguments(self) -> tuple[Tensor, ...]:
         """The arguments of the recurrence."""
         return cast(tuple[Tensor, ...], self.inputs)
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         options = h0, self.cu_seqlens, self.resets, self.reverse, self.backend
-        return linear_recurrence(self.traced, *options, *self.given)
+        return linear_recurrence(self.traced, *options, *self.arguments)
 
     def run_backward(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        others = h0, h, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
-        return tuple(linear_recurrence_backward(self.traced, *others, *self.given))
+        rest = h0, h, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
+        return tuple(linear_recurrence_backward(self.traced, *rest, *self.arguments))
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        own = [x.to(self.wide) for x in self.given]
-        shape = max((x.shape for x in own), key=len)
-        a, b = self.function(*own)
+        arguments = [x.to(self.wide) for x in self.arguments]
+        shape = max((x.shape for x in arguments), key=len)
+        a, b = self.function(*arguments)
         return a.expand(shape), b.expand(shape)

@@ -21,11 +21,11 @@ Module = TypeVar("Module", bound=nn.Module)
 def sequence_parallel(module: Module, group: ProcessGroup | DeviceMesh) -> Module:
     """Make the layers in ``module`` process sequences that are sharded along time.
 
-    Inputs and outputs are then contiguous shards, in the order of the ranks, of any lengths; initial and last states
-    are those of the whole sequence, the same on all processes.  Weights get their own process's gradient, to be summed
-    or averaged as in data parallelism.  Layers with a scan and the causal convolution of :mod:`ostinato.models`
-    communicate; for anything else in a module that mixes time steps the caller must provide.  ``step``, and what steps
-    a module, need one of whole sequences: load the weights into another.
+    Inputs and outputs are then contiguous shards of any lengths, in the order of the ranks; initial and last states are
+    those of the whole sequence, the same on all processes.  Each process computes its own gradients of the weights, to
+    be summed or averaged as in data parallelism.  Layers with a scan and the causal convolution of
+    :mod:`ostinato.models` communicate; whatever else in a module mixes time steps is left to the caller.  ``step``, and
+    whatever calls it, needs a module of whole sequences: load the weights into another one.
 
     Args:
         module: a layer, or a model that contains some.
@@ -35,16 +35,16 @@ def sequence_parallel(module: Module, group: ProcessGroup | DeviceMesh) -> Modul
         ``module``, changed in place.
 
     Raises:
-        TypeError: no module, or no group.
-        ValueError: an ``RNN``, ``GRU`` or ``LSTM`` in it, whose steps are inherently sequential.  Layers of recurrences
-            that are not linear or complex (SRU, IndRNN, ParaGRU, ParaLSTM, LRU) raise it at their first call.
+        TypeError: a ``module`` or ``group`` of another type.
+        ValueError: a module with an ``RNN``, ``GRU`` or ``LSTM``, whose steps are inherently sequential.  Layers whose
+            recurrence is nonlinear or complex (SRU, IndRNN, ParaGRU, ParaLSTM, LRU) raise it at their first call.
 
     Example:
         >>> import torch, ostinato, ostinato.distributed
         >>> model = ostinato.MinGRU(8, 16, batch_first=True)
         >>> group = torch.distributed.new_group([0, 1])  # doctest: +SKIP
         >>> model = ostinato.distributed.sequence_parallel(model, group)  # doctest: +SKIP
-        >>> y, h_n = model(x)  # of this process's steps  # doctest: +SKIP
+        >>> y, h_n = model(x)  # x and y: this process's steps  # doctest: +SKIP
     """
     group = group_of(group)
     if not isinstance(module, nn.Module):
@@ -88,20 +88,20 @@ def minimal_layer(
 
 
 def steps_before(x: Tensor, initial: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The halo of the shards x, (B, T, W): the K steps before this one, and the last K of the sequence.
+    """The halo of the shard x, (B, T, W): the K steps before it; and the last K steps of the whole sequence.
 
     ``initial``, (B, K, W), are the steps before the whole sequence, the same on all processes.
     """
-    number = initial.shape[1]
-    if not number:
+    count = initial.shape[1]
+    if not count:
         return initial, initial
-    marked = F.pad(x[:, -number:], (0, 1), value=1.0)  # an extra channel tells steps from padding
-    tails = Gathered.apply(F.pad(marked, (0, 0, number - marked.shape[1], 0)), group)
-    begin = F.pad(Shared.apply(initial, group), (0, 1), value=1.0).to(tails.dtype)
-    steps = torch.cat((begin, *tails.unbind()), 1)
+    marked = F.pad(x[:, -count:], (0, 1), value=1.0)  # an extra channel tells steps from padding
+    tails = Gathered.apply(F.pad(marked, (0, 0, count - marked.shape[1], 0)), group)
+    first = F.pad(Shared.apply(initial, group), (0, 1), value=1.0).to(tails.dtype)
+    steps = torch.cat((first, *tails.unbind()), 1)
 
-    def last(of: Tensor) -> Tensor:
-        order = of[:, :, -1].sum(0).argsort(stable=True)  # padding first
-        return of[:, order[-number:], :-1].to(x.dtype)
+    def last(steps: Tensor) -> Tensor:
+        order = steps[:, :, -1].sum(0).argsort(stable=True)  # padding first
+        return steps[:, order[-count:], :-1].to(x.dtype)
 
-    return last(steps[:, : (group.rank() + 1) * number]), last(steps)
+    return last(steps[:, : (group.rank() + 1) * count]), last(steps)

@@ -27,7 +27,7 @@ class Crossing(NamedTuple):
 
     @classmethod
     def between(cls, low: int, high: int, bounds: list[int], reverse: bool) -> "Crossing":
-        """Those of the shard of the steps from ``low`` to ``high``; an empty one acts as the identity."""
+        """Those of the shard from step ``low`` to ``high``, given all sequences' bounds; none if the shard is empty."""
         inside = [n for n, (begin, end) in enumerate(pairwise(bounds)) if max(begin, low) < min(end, high)]
         if not inside:
             return cls()
@@ -54,14 +54,14 @@ class PackedBoundary(Boundary):
         bounds = cu_seqlens.tolist()
         self.sequences = len(bounds) - 1
         self.crossings = [Crossing.between(low, high, bounds, steps.reverse) for low, high in pairwise(ends)]
-        self.own = own = self.crossings[self.rank]
-        self.head, self.tail = own.head if own.continues else slice(0, 0), own.tail
+        self.crossing = crossing = self.crossings[self.rank]
+        self.head, self.tail = crossing.head if crossing.continues else slice(0, 0), crossing.tail
         low, high = ends[self.rank], ends[self.rank + 1]
         steps.cu_seqlens = cu_seqlens.clamp(low, high) - low
         self.empty = cu_seqlens.diff()[:, None] == 0
-        self.ended = self.rows(own.ended) & ~self.empty
-        self.enters = self.rows(own.entering if own.continues and steps.length else slice(0))
-        self.leaves = self.rows(own.leaving if steps.length else slice(0))
+        self.ended = self.rows(crossing.ended) & ~self.empty
+        self.enters = self.rows(crossing.entering if crossing.continues and steps.length else slice(0))
+        self.leaves = self.rows(crossing.leaving if steps.length else slice(0))
 
     def rows(self, sequences: int | slice) -> Tensor:
         """A mask (N, 1) of these sequences."""
@@ -69,13 +69,13 @@ class PackedBoundary(Boundary):
         chosen[sequences] = True
         return chosen.to(self.steps.device)
 
-    def each(self, what: Callable[[Crossing], bool]) -> Tensor:
-        """A predicate of each process's shard, (R, 1)."""
-        return torch.tensor([[what(crossing)] for crossing in self.crossings], device=self.steps.device)
+    def each(self, predicate: Callable[[Crossing], bool]) -> Tensor:
+        """The value of a predicate for each process's shard, (R, 1)."""
+        return torch.tensor([[predicate(crossing)] for crossing in self.crossings], device=self.steps.device)
 
     def forward(self, h0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         initial = self.initial_state(h0)
-        carry, _ = self.exchange(initial, *self.begun(*self.reduced(), initial))
+        carry, _ = self.exchange(initial, *self.from_initial(*self.reduced(), initial))
         h, last = self.steps.run(torch.where(self.enters, carry, initial))
         ended = last.masked_fill(~self.ended, 0.0)
         distributed.all_reduce(ended, group=self.group)
@@ -102,26 +102,26 @@ class PackedBoundary(Boundary):
     def run_differentiable(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         steps, initial = self.steps, Shared.apply(self.initial_state(h0), self.group)
         composed = steps.part(self.tail).compose_by_scans()
-        carry, _ = self.exchange_differentiable(initial, *self.begun(*composed, initial))
+        carry, _ = self.exchange_differentiable(initial, *self.from_initial(*composed, initial))
         a, b = steps.coefficients()
         start = torch.where(self.enters, carry, initial).to(b.dtype)
         h, last = steps.scan(a, b, start, steps.resets, steps.cu_seqlens)
         h_last = torch.where(self.empty, initial, Sum.apply(last.masked_fill(~self.ended, 0.0), self.group))
         return h.to(steps.dtype), h_last.to(steps.dtype)
 
-    def begun(self, P: Tensor, L: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        """P and L; L starts from the initial state where the leaving sequence begins in this shard."""
-        own = self.own
-        begins = torch.tensor(not (own.continues and own.entering == own.leaving), device=P.device)
-        start = initial[own.leaving][None].to(P.dtype)
-        _, after = self.steps.scan(P[:, None], L[:, None], start)  # whose derivatives are finite where P is zero
+    def from_initial(self, P: Tensor, L: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        """P and L, with L from the initial state, not from zero, if the leaving sequence begins in this shard."""
+        crossing = self.crossing
+        begins = torch.tensor(not (crossing.continues and crossing.entering == crossing.leaving), device=P.device)
+        start = initial[crossing.leaving][None].to(P.dtype)
+        _, after = self.steps.scan(P[:, None], L[:, None], start)  # a scan's derivatives are finite where P is zero
         return P, torch.where(begins, after, L)
 
     def enter(self, initial: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         return super().enter(torch.full_like(P[0], self.steps.ring.zero), P, L, *resets)
 
     def enter_backward(self, grad_last: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
-        """As without packing, but a sequence that ends in a shard gets the gradient of its last state there."""
+        """As without packing, but the gradient of a sequence's last state enters at the shard in which it ends."""
         ends = self.each(lambda crossing: crossing.continues and not crossing.through)[..., None]
         at_end = grad_last.to(P.dtype)[[crossing.entering for crossing in self.crossings]][:, None]
         L = L + torch.where(ends & ~resets[0] if resets else ends, P * at_end, 0.0)

@@ -33,25 +33,24 @@ def linear_scan(
 
     .. math:: h_t = a_t \, h_{t-1} + b_t
 
-    Every process calls it, with the same options, and calls ``backward`` through it; shards are in the order of the
-    ranks, of any lengths, 0 included.  Gradients are those of the sum of all processes' losses; derivatives of any
-    order can be taken.  In a group of one it is :func:`ostinato.linear_scan`, to the last bit.
+    Every process calls it with the same options, and calls ``backward`` through it.  Shards are in the order of the
+    ranks, and may have any length, 0 included.  Gradients are those of the sum of all processes' losses; derivatives of
+    any order can be taken.  In a group of one it is :func:`ostinato.linear_scan`, to the last bit.
 
     The carry into a shard is propagated until the product of the coefficients underflows in their dtype: a NaN or
     infinity need not reach the shard's end.
 
     Args:
         a, b: this process's shard, (B, T, D); T may differ between processes.
-        h0: initial state of the whole sequence, (B, D), or (N, D) with ``cu_seqlens``, the same on all processes; so
-            is its gradient.
+        h0: initial state of the whole sequence, (B, D), or (N, D) with ``cu_seqlens``, the same on all processes, as is
+            its gradient.
         group: a process group, or a device mesh of one dimension.
-        resets: bool, (B, T): of this shard's steps; on all processes or on none, also where a shard has none.
+        resets: bool, (B, T), of this shard's steps; given by all processes or by none, even where no step is reset.
         cu_seqlens: boundaries in the whole sequence, the same on all processes, independent of those of shards.
         reverse, backend: as in :func:`ostinato.linear_scan`.
 
     Returns:
-        h, (B, T, D), of this shard, and h_last, (B, D) or (N, D), that of the whole sequence, the same on all
-        processes.
+        h, (B, T, D), of this shard, and h_last, (B, D) or (N, D), of the whole sequence, the same on all processes.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`ostinato.linear_scan`.  A process that raises leaves the others
@@ -84,7 +83,7 @@ def log_linear_scan(
 
     .. math:: \log h_t = \operatorname{logaddexp}(\log a_t + \log h_{t-1}, \; \log b_t)
 
-    Args and results as those of :func:`linear_scan` here, with logarithms.
+    Arguments and results are those of :func:`linear_scan` here, as logarithms.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`linear_scan` here.
@@ -123,13 +122,13 @@ def run_recurrence(
 
     .. math:: h_t = a(x_t) \, h_{t-1} + b(x_t)
 
-    Args and results as those of the recurrence and of :func:`linear_scan` here.  In a group of one it is the recurrence
-    itself, whatever that takes.
+    Arguments and results are those of the recurrence and of :func:`linear_scan` here.  In a group of one it is the
+    recurrence itself, of any kind.
 
     Raises:
         TypeError, ValueError, RuntimeError: as the recurrence, and as :func:`linear_scan` here.
         TypeError: complex arguments, in a group of several.
-        ValueError: a recurrence that is not linear in its state, which is inherently sequential, in such a group.
+        ValueError: a recurrence that is not linear in its state, and so inherently sequential, in such a group.
 
     Example:
         >>> import torch, ostinato, ostinato.distributed

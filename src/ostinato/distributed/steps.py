@@ -1,4 +1,4 @@
-"""The steps of a shard as :mod:`~ostinato.distributed.boundary` takes them, of whichever kind: see ``kinds.py``."""
+"""What :mod:`~ostinato.distributed.boundary` asks of the steps of a shard; ``kinds.py`` has each kind of recurrence."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -17,13 +17,13 @@ MOST_AT_ONCE = 1 << 26  # elements of a temporary tensor
 
 
 class Steps(ABC):
-    """The steps of a shard: how they are run, cut, and reduced to P and L."""
+    """The steps of a shard: how they are scanned, sliced, and reduced to P and L."""
 
-    ring = LINEAR  # in which steps compose
+    ring = LINEAR  # the semiring in which steps compose
     forgets = True  # whether a product of few coefficients may underflow
     time = 1  # the dimension of time
     cu_seqlens: Tensor | None = None
-    inputs: tuple[Tensor | None, ...]  # those that have gradients, but for the initial state
+    inputs: tuple[Tensor | None, ...]  # all that have gradients, except for the initial state
     resets: Tensor | None
     reverse: bool
     backend: str
@@ -33,17 +33,17 @@ class Steps(ABC):
     dtype: torch.dtype
     device: torch.device
 
-    # What a kind of recurrence is.
+    # What a kind of recurrence defines.
 
     @abstractmethod
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The scan itself: h and the last state."""
+        """The scan itself, from h0: h and the last state."""
 
     @abstractmethod
     def run_backward(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of h0 and of the inputs, which alias nothing."""
+        """Gradients of h0 and of the inputs, which share no memory with other tensors."""
 
     @abstractmethod
     def coefficients(self) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ class Steps(ABC):
 
     @property
     def largest_chunk(self) -> int:
-        """Steps to be reduced at once."""
+        """The number of steps to reduce at once."""
         return self.most_at_once
 
     # What all kinds share.
@@ -76,20 +76,21 @@ class Steps(ABC):
         other.inputs = inputs
         return other
 
-    def cut(self, cut: Callable[[Tensor, int], Tensor]) -> Self:
-        """A copy with some of the steps; ``cut`` gets each tensor that has steps, and its dimension of time."""
-        other = self.of(tuple(x if x is None or x.dim() < 3 else cut(x, self.time) for x in self.inputs))
-        other.resets = None if self.resets is None else cut(self.resets, 1)
+    def sliced(self, take: Callable[[Tensor, int], Tensor]) -> Self:
+        """A copy with some of the steps, which ``take`` takes from each tensor, given its dimension of time."""
+        other = self.of(tuple(x if x is None or x.dim() < 3 else take(x, self.time) for x in self.inputs))
+        other.resets = None if self.resets is None else take(self.resets, 1)
         return other
 
     def part(self, steps: slice) -> Self:
-        other = self.cut(lambda x, time: x.narrow(time, steps.start, steps.stop - steps.start))
+        """A copy with only these steps."""
+        other = self.sliced(lambda x, time: x.narrow(time, steps.start, steps.stop - steps.start))
         other.length = steps.stop - steps.start
         return other
 
     def ends(self, number: int) -> Self:
         """The first and the last ``number`` steps, as (2, B, number, D)."""
-        return self.cut(lambda x, time: ends(x, time, number))
+        return self.sliced(lambda x, time: ends(x, time, number))
 
     def by_batch(self, h: Tensor) -> Tensor:
         """h as (B, T, D)."""
@@ -111,15 +112,15 @@ class Steps(ABC):
         return operators.linear_scan(a, nothing, one, *back)[1], operators.linear_scan(a, a * b, None, *back)[1]
 
     def launch_test(self) -> Callable[[], bool]:
-        """Launch the test whether the coefficients' product over time underflows; the result waits when called."""
+        """Launch the test whether the coefficients' product over time underflows; what is returned waits for it."""
         products = zeroed(self.coefficients()[0], self.resets).prod(-2)
         computed = torch.cuda.current_stream().record_event() if products.is_cuda else None
 
-        def answer() -> bool:
+        def underflows() -> bool:
             values = products if computed is None else _read_beside(products, computed)
             return values.abs().amax().item() < torch.finfo(values.dtype).tiny
 
-        return answer
+        return underflows
 
     @property
     def wide(self) -> torch.dtype:
@@ -128,7 +129,7 @@ class Steps(ABC):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the reduction kernel can be used, which does not write the states in between."""
+        """Whether the reduction kernel can be used, which does not write intermediate states."""
         return self.device.type == "cuda" and self.backend in ("auto", "cuda") and nvrtc.can_launch()
 
     @property
