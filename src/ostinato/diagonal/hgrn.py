@@ -17,7 +17,7 @@ def hgrn(c: Tensor, f: Tensor, lower_bound: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class HGRN(DiagonalLayers[Tensor]):
-    r"""Stacked hierarchically gated recurrent units (section 3 of Qin et al. 2023, arXiv 2311.04823), the state real.
+    r"""Stacked hierarchically gated recurrent units with a real state (section 3 of Qin et al. 2023, arXiv 2311.04823).
 
     .. math::
         f_t = \gamma^k + (1 - \gamma^k) \odot \sigma(W_f x_t + b_f), \quad
@@ -26,9 +26,9 @@ class HGRN(DiagonalLayers[Tensor]):
 
         y_t = \sigma(W_g x_t + b_g) \odot h_t, \qquad \gamma^k = \sum_{j=2}^{k} \operatorname{softmax}(\Gamma)_j
 
-    The softmax is over the layers, so that layer k forgets no faster than its lower bound, which rises from 0 at the
-    first layer.  The output is y, the state h.  The paper's state is complex and also rotated by a learned angle at
-    each step, which later versions left out; its normalisation and output projection are not here.
+    The softmax is over the layers, so the forget gate of layer k is never below a bound, which rises from 0 at the
+    first layer.  The output is y, the state h.  The paper's state is complex, and also rotated by a learned angle at
+    each step, which later versions left out; its normalisation and output projection are not included.
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
@@ -63,7 +63,7 @@ class HGRN(DiagonalLayers[Tensor]):
         return torch.sigmoid(g) * h, h_last
 
     def reset_parameters(self) -> None:
-        """As ``torch.nn.GRU`` does, with lower bounds that rise evenly from layer to layer."""
+        """Initialise as ``torch.nn.GRU`` does, with lower bounds that rise evenly from layer to layer."""
         draw_parameters(self, self.hidden_size)
         for name, parameter in self.named_parameters():
             if name.startswith("gamma"):

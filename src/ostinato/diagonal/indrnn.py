@@ -75,7 +75,7 @@ class IndRNN(DiagonalLayers[Tensor]):
         return run(function, linear(x, p["weight_ih"], p["bias_ih"]), p["weight_hh"])
 
     def reset_parameters(self) -> None:
-        """As ``torch.nn.GRU`` does, but u from U(0, 1): the paper's range for long sequences (section 4.1)."""
+        """Draw as ``torch.nn.GRU`` does, but u from U(0, 1), the paper's range for long sequences (section 4.1)."""
         draw_parameters(self, self.hidden_size)
         for name, parameter in self.named_parameters():
             if name.startswith("weight_hh"):

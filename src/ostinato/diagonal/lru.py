@@ -1,4 +1,4 @@
-"""LRU, the linear recurrent unit of complex state."""
+"""LRU, the linear recurrent unit, whose state is complex."""
 
 import math
 
@@ -23,7 +23,7 @@ def lru(
 
 
 class LRU(DiagonalLayers[tuple[Tensor, Tensor]]):
-    r"""Stacked linear recurrent units (section 3 of Orvieto et al. 2023, arXiv 2303.06349), of complex state.
+    r"""Stacked linear recurrent units with a complex state (section 3 of Orvieto et al. 2023, arXiv 2303.06349).
 
     .. math::
         h_t = \lambda \odot h_{t-1} + \gamma \odot (B x_t), \quad \lambda = e^{-e^\nu + i e^\theta}, \quad
@@ -34,11 +34,11 @@ class LRU(DiagonalLayers[tuple[Tensor, Tensor]]):
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
-        radius: least and largest modulus of :math:`\lambda` in a new layer, which is uniform on that ring.
-        max_phase: its largest phase there.
+        radius: smallest and largest modulus of :math:`\lambda` in a new layer, which is uniform on that ring.
+        max_phase: largest phase of :math:`\lambda` in a new layer.
         backend, device, dtype: as :class:`ostinato.MinGRU`.
 
-    Inputs and outputs: as :class:`ostinato.MinGRU`, but for the pairs.
+    Inputs and outputs: as :class:`ostinato.MinGRU`, except for the pairs.
 
     Parameters: ``weight_ih_l{k}``, (2 * hidden_size, in), the real rows of B, then the imaginary; ``weight_ho_l{k}``,
     (2, hidden_size, hidden_size), the same of C; ``weight_io_l{k}``, (hidden_size, in), D; ``log_nu_l{k}``,
@@ -97,10 +97,10 @@ class LRU(DiagonalLayers[tuple[Tensor, Tensor]]):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Eigenvalues uniform on the ring, gamma that keeps the input's variance, Glorot's matrices (appendix A)."""
-        least, largest = self.radius
+        """Draw eigenvalues uniform on the ring and Glorot's matrices; gamma keeps the input's variance (appendix A)."""
+        smallest, largest = self.radius
         for suffix in (suffix for layer in range(self.num_layers) for suffix in self._parameter_suffixes(layer)):
-            square = torch.rand(self.hidden_size, dtype=torch.float64) * (largest**2 - least**2) + least**2
+            square = torch.rand(self.hidden_size, dtype=torch.float64) * (largest**2 - smallest**2) + smallest**2
             square = square.clamp(1e-12, 1 - 1e-7)  # so that all logarithms are finite
             values = {
                 "log_nu": torch.log(-0.5 * torch.log(square)),

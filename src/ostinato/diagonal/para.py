@@ -52,18 +52,20 @@ def para_lstm(
 
 
 class _ParaLayers(DiagonalLayers[State]):
-    """What ParaGRU and ParaLSTM share.
+    """The base class of ParaGRU and ParaLSTM.
 
-    The recurrence adds the bias, not the product: its gradient is then summed where that of the gates is made.
+    The bias is added by the recurrence, not by the matrix product: its gradient is then summed where that of the gates
+    is computed.
     """
 
-    def _gates_and_vectors(self, p: Parameters, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _recurrence_arguments(self, p: Parameters, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The recurrence's arguments: its sequences concatenated, and its parameters concatenated."""
         bias = torch.zeros_like(p["weight_hh"]) if p["bias_ih"] is None else p["bias_ih"]
-        weights = (x for name, x in p.items() if name in ("weight_hh", "weight_ch"))
+        weights = (weight for name, weight in p.items() if name in ("weight_hh", "weight_ch"))
         return linear(x, p["weight_ih"]), torch.cat((*weights, bias))
 
     def reset_parameters(self) -> None:
-        """Xavier's uniform weights of the input; N(0, 4 / (5 hidden_size)) of the state, as the authors' own code."""
+        """Draw Xavier's uniform input weights, the others from N(0, 4 / (5 hidden_size)), as the authors' code does."""
         for name, parameter in self.named_parameters():
             if name.startswith("weight_ih"):
                 bound = math.sqrt(6 / (parameter.shape[1] + self.hidden_size))
@@ -107,13 +109,13 @@ class ParaGRU(_ParaLayers[Tensor]):
         return {"weight_ih": (rows, width), "weight_hh": (rows,), "bias_ih": (rows,)}
 
     def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
-        return run(para_gru, *self._gates_and_vectors(p, x))
+        return run(para_gru, *self._recurrence_arguments(p, x))
 
 
 class ParaLSTM(_ParaLayers[tuple[Tensor, Tensor]]):
     r"""Stacked LSTM layers with diagonal recurrent matrices (section 3.1 of Danieli et al. 2025, arXiv 2510.21450).
 
-    They have peepholes, and one gate for input and forgetting:
+    They have peephole connections, and one gate in place of the input and forget gates:
 
     .. math::
         f_t = \sigma(a_f \odot h_{t-1} + p_f \odot c_{t-1} + B_f x_t + b_f), \quad
@@ -125,7 +127,7 @@ class ParaLSTM(_ParaLayers[tuple[Tensor, Tensor]]):
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
         backend, device, dtype: as :class:`ostinato.MinGRU`.
 
-    Inputs and outputs: as :class:`ostinato.MinGRU`, but that ``hx`` and ``h_n`` are pairs of h and c, as those of
+    Inputs and outputs: as :class:`ostinato.MinGRU`, except that ``hx`` and ``h_n`` are pairs of h and c, as in
     ``torch.nn.LSTM``.
 
     Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), ``weight_hh_l{k}``, (3 * hidden_size,), and ``bias_ih_l{k}``,
@@ -153,5 +155,5 @@ class ParaLSTM(_ParaLayers[tuple[Tensor, Tensor]]):
         }
 
     def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
-        (h, _), last = run(para_lstm, *self._gates_and_vectors(p, x))
+        (h, _), last = run(para_lstm, *self._recurrence_arguments(p, x))
         return h, last

@@ -22,8 +22,8 @@ class QRNN(DiagonalLayers[Tensor]):
 
         c_t = f_t \odot c_{t-1} + (1 - f_t) \odot z_t, \quad h_t = o_t \odot c_t
 
-    The filters are of width 1.  For wider ones put a causal convolution in front; its last inputs would be a state of
-    their own.  The output is h, the state c.
+    The filters are of width 1.  For wider ones put a causal convolution in front, whose last inputs are then another
+    state to carry.  The output is h, the state c.
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.

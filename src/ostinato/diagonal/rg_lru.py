@@ -13,7 +13,7 @@ from ostinato.recurrence import recurrence
 from ostinato.states import Hidden
 
 DECAY_SCALE = 8  # the paper's c
-TINY = 1e-37  # too small to change any other number; added under a root, whose derivative at 0 is infinite
+TINY = 1e-37  # added under a square root, whose derivative at 0 is infinite; too small to change other values
 
 
 @recurrence
@@ -31,13 +31,13 @@ class RGLRU(DiagonalLayers[Tensor]):
 
         h_t = a_t \odot h_{t-1} + \sqrt{1 - a_t^2} \odot i_t \odot u_t
 
-    The gates' matrices are block-diagonal.  The first product is the layer before the recurrence in Griffin's block;
-    its convolution and output gate are not here.
+    The gates' matrices are block-diagonal.  The first product is the linear layer before the recurrence in Griffin's
+    block, whose convolution and output gate are not included.
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
-        num_blocks: blocks of each gate's matrix, a divisor of ``hidden_size``; if absent, the paper's 16 or the
-            largest power of 2 below it that is one.
+        num_blocks: blocks of each gate's matrix, a divisor of ``hidden_size``; if absent, the paper's 16, or the
+            largest smaller power of 2 that is a divisor.
         backend, device, dtype: as :class:`ostinato.MinGRU`.
 
     Inputs, outputs and ``resets``: as :class:`ostinato.MinGRU`.
@@ -47,7 +47,7 @@ class RGLRU(DiagonalLayers[Tensor]):
     (hidden_size,), and ``bias_gate_l{k}``, (2 * hidden_size,); ``_reverse`` appended for the second direction.
 
     Raises:
-        TypeError: an input or state that is no tensor of the parameters' dtype.
+        TypeError: an input or state that is not a tensor of the parameters' dtype.
         ValueError: sizes, shapes or devices that do not fit, or an unknown backend.
 
     Example:
@@ -91,18 +91,18 @@ class RGLRU(DiagonalLayers[Tensor]):
 
     def _run_cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         u = linear(x, p["weight_ih"], p["bias_ih"])
-        # In autocast's dtype, which the product would not take on where a block is one channel.
+        # In autocast's dtype, to which the product would not convert where a block is one channel.
         blocks, weight = u.unflatten(-1, (self.num_blocks, -1)), p["weight_gate"].to(u.dtype)
-        if u.dim() == 2:  # one step, in which einsum would take longer than its product
+        if u.dim() == 2:  # one step, for which einsum takes longer than its product alone
             gates = (blocks.transpose(0, 1) @ weight.mT).permute(2, 0, 1, 3).flatten(1)
-            gates = gates.contiguous()  # where a block is one channel, flattening is a view whose channels lie apart
+            gates = gates.contiguous()  # where a block is one channel, flattening gives a view with strided channels
         else:
             gates = torch.einsum("...nj,gnij->...gni", blocks, weight).flatten(-3)
         r, i = (gates if p["bias_gate"] is None else gates + p["bias_gate"].to(u.dtype)).chunk(2, -1)
         return run(rg_lru, u, r, i, p["log_lambda"])
 
     def reset_parameters(self) -> None:
-        """LeCun's initialisation of the weights, zero biases, and a decay, where r is 1, from U(0.9, 0.999)."""
+        """Draw weights as LeCun's normal, and decays, which hold where r is 1, from U(0.9, 0.999); biases are zero."""
         for name, parameter in self.named_parameters():
             if name.startswith("weight"):
                 nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)

@@ -33,9 +33,8 @@ class SRU(DiagonalLayers[Tensor]):
 
         r_t = \sigma(W_r x_t + v_r \odot c_{t-1} + b_r), \quad h_t = r_t \odot c_t + (1 - r_t) \odot \alpha x_t
 
-    with :math:`\alpha = \sqrt 3`, that of a highway gate whose bias begins at 0.  Where the input has not
-    ``hidden_size`` channels, a linear projection of x replaces the last x.  The output is h, the
-    state c.
+    with :math:`\alpha = \sqrt 3`, the scale for a highway gate whose bias begins at 0.  Where the input's width is not
+    ``hidden_size``, a linear projection of x replaces x in the equation of h.  The output is h, the state c.
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
@@ -43,8 +42,8 @@ class SRU(DiagonalLayers[Tensor]):
 
     Inputs and outputs: as :class:`ostinato.MinGRU`.
 
-    Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), rows of W, f and r, and after them those of the highway's
-    input where it has any; ``weight_hh_l{k}``, (2 * hidden_size,), and ``bias_ih_l{k}``, those of f and r.
+    Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), rows of W, f and r, followed by those of the projection of x
+    if there is one; ``weight_hh_l{k}``, (2 * hidden_size,), and ``bias_ih_l{k}``, those of f and r.
 
     Raises:
         TypeError, ValueError: as :class:`ostinato.RGLRU`.
@@ -70,7 +69,7 @@ class SRU(DiagonalLayers[Tensor]):
         return h, c_last
 
     def reset_parameters(self) -> None:
-        """Weights of variance 1 over the input's width, half of it for the gates, and no bias (section 3.2)."""
+        """Draw weights of variance 1 / (input width), half of that for the gates; biases are zero (section 3.2)."""
         for name, parameter in self.named_parameters():
             if name.startswith("bias"):
                 nn.init.zeros_(parameter)

@@ -21,7 +21,7 @@ from ostinato.kernels.recurrence.linear.layer import layer_scan
 from ostinato.kernels.scan import BACKENDS
 from ostinato.layers import draw_parameters
 from ostinato.minimal.recurrences import CANDIDATES, GATES, recurrence_of
-from ostinato.minimal.steps import StepCache, next_state, steps_alone
+from ostinato.minimal.steps import StepCache, next_state, takes_fused_step
 
 _STEPS = StepCache()
 
@@ -63,7 +63,7 @@ class _MinimalCell(nn.Module):
         self.bias_ih = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
-    __init__.__qualname__ = "__init__"  # in Python's errors, in place of a class that no user wrote
+    __init__.__qualname__ = "__init__"  # Python's errors then do not name a private class
 
     def reset_parameters(self) -> None:
         """Draw the weight and bias from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size)), as ``torch.nn.GRUCell`` does."""
@@ -76,16 +76,16 @@ class _MinimalCell(nn.Module):
         """The next state, (B, hidden_size) or (hidden_size,), from the input and the previous state."""
         weight, bias, settings = self.weight_ih, self.bias_ih, (self.cell, self.candidate, self.backend)
         if not torch.compiler.is_compiling():
-            found = _STEPS.run(settings, input, weight, bias, hx)
-            if found is not None:
-                return found
+            state = _STEPS.run(settings, input, weight, bias, hx)
+            if state is not None:
+                return state
         check_input(input, self.input_size, weight, (1, 2), ONE_STEP)
         if hx is not None:
             check_floating("hx", hx)
             if hx.shape != (*input.shape[:-1], self.hidden_size):
                 raise ValueError(f"hx must have shape {(*input.shape[:-1], self.hidden_size)}; got {tuple(hx.shape)}")
             check_like_weight("hx", hx, weight)
-        if steps_alone(input, weight, self.backend):
+        if takes_fused_step(input, weight, self.backend):
             rows, state = input.view(-1, self.input_size), None if hx is None else hx.view(-1, self.hidden_size)
             h = next_state(self.cell, self.candidate, rows, weight, bias, state)
             _STEPS.add(settings, rows, weight, bias, state)

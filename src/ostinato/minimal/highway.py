@@ -18,8 +18,8 @@ class HighwayMinGRU(DiagonalLayers[Tensor]):
         y_t = r_t \odot h_t + (1 - r_t) \odot x_t, \quad r_t = \sigma(W_r x_t + b_r)
 
     with the :math:`g` of :class:`MinGRU` (Feng et al. 2024, arXiv 2410.01201, appendix B.3).  Where the input's width
-    is not ``hidden_size``, a linear projection of x replaces the last x.  The output is y, the state h.  PufferLib's
-    layers have no bias.
+    is not ``hidden_size``, a linear projection of x replaces x in the equation of y.  The output is y, the state h.
+    PufferLib's layers have no bias.
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.

@@ -13,7 +13,7 @@ from ostinato.kernels.matmul.precision import autocast_dtype
 from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.recurrence.linear.layer import layer_scan, projected_scan
 from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
-from ostinato.minimal.steps import StepCache, next_state, steps_alone
+from ostinato.minimal.steps import StepCache, next_state, takes_fused_step
 from ostinato.replay import recording
 from ostinato.states import Hidden
 
@@ -51,7 +51,7 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
         super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
 
-    __init__.__qualname__ = "__init__"  # in Python's errors, in place of a class that no user wrote
+    __init__.__qualname__ = "__init__"  # Python's errors then do not name a private class
 
     def _parameter_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         rows = GATES[self.cell] * self.hidden_size
@@ -66,7 +66,7 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
             not (torch.is_grad_enabled() or self.bidirectional)
             and self.sequence_group is None
             and isinstance(input, Tensor)
-            and is_eager([input])  # what is traced may have another length next time
+            and is_eager([input])  # a program that is traced may be run with more steps
             and input.dim() == 3
             and input.shape[int(self.batch_first)] == 1
             and autocast_dtype(input.device) is None
@@ -83,18 +83,18 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
         return None if state is None else _output_and_state(state, h)
 
     def _run_step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Launched: a step is few kernels."""
+        """All layers at one step; it is launched, not replayed from a CUDA graph, as it is only a few kernels."""
         return self._run_in_turn(self._step_of_layer, x, state)
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         if recording() is not None:
             return super()._step_of_layer(layer, x, h0)
         if self.num_layers > 1 and not torch.compiler.is_compiling():
-            found = self._cached_step_of_layer(layer, x, h0)
-            if found is not None:
-                return found
+            result = self._cached_step_of_layer(layer, x, h0)
+            if result is not None:
+                return result
         weight, bias = self._parameters_of(f"l{layer}", x.shape[-1]).values()
-        if steps_alone(x, weight, self.backend):
+        if takes_fused_step(x, weight, self.backend):
             state = next_state(self.cell, self.candidate, x, weight, bias, h0)
             _STEPS.add((self.cell, self.candidate, self.backend), x, weight, bias, h0)
             return _output_and_state(state, h0)
@@ -113,8 +113,8 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
         """One GEMM for all gates and directions, then one fused kernel, which also adds the bias."""
         if self.sequence_group is not None and (resets is not None or self.bidirectional):
             return super()._run_layer(layer, x, h0, offsets, resets, batch_first)  # minimal_layer supports neither
-        own = [self._parameters_of(suffix, x.shape[-1]).values() for suffix in self._parameter_suffixes(layer)]
-        weights, biases = zip(*own, strict=True)
+        of_directions = [self._parameters_of(suffix, x.shape[-1]) for suffix in self._parameter_suffixes(layer)]
+        weights, biases = zip(*(parameters.values() for parameters in of_directions), strict=True)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         bias = None if not self.bias else biases[0] if len(biases) == 1 else torch.cat(biases)
         if self.sequence_group is not None:
@@ -124,9 +124,9 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
             return minimal_layer(x, weight, bias, h0, *settings, group=self.sequence_group())
         if x.is_cuda and not self.bidirectional and offsets is None:
             recurrence = recurrence_of(self.cell, self.candidate, self.bias)
-            found = projected_scan(x, weight, bias, h0, resets, recurrence, batch_first, self.backend)
-            if found is not None:
-                return found
+            result = projected_scan(x, weight, bias, h0, resets, recurrence, batch_first, self.backend)
+            if result is not None:
+                return result
         pre = linear(x, weight)
         resets = None if resets is None else self._resets_of_directions(resets, h0, offsets, batch_first)
         return self._run_scan(pre, bias, h0, offsets, resets, batch_first)
@@ -149,7 +149,7 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
     def _resets_of_directions(
         self, resets: Tensor, h0: Tensor | None, offsets: Tensor | None, batch_first: bool
     ) -> Tensor:
-        """The mask of each direction."""
+        """The resets of each direction, stacked."""
         if not self.bidirectional:
             return resets[None]
         if offsets is None:
@@ -159,7 +159,7 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
 
 
 def _output_and_state(state: Tensor, before: Any) -> tuple[Tensor, Tensor]:
-    """(B, H) and (1, B, H), of a new state that has the shape of the one before, (1, B, H), or without that (B, H)."""
+    """The output, (B, H), and the state, (1, B, H), of a new state shaped as the one before, or (B, H) if None."""
     return (state, state.unsqueeze(0)) if before is None else (state.squeeze(0), state)
 
 
@@ -185,7 +185,7 @@ class MinGRU(_MinimalLayers):
     Inputs: ``input``, (T, B, input_size), (B, T, input_size) with ``batch_first``, (T, input_size) unbatched, or a
     ``PackedSequence``; ``hx``, (num_layers * D, B, hidden_size), D = 2 if bidirectional, zero if absent; ``resets``,
     keyword-only, bool, of ``input``'s shape without channels: where True, an episode begins at that step.  The state
-    is zero before it; in the reverse direction, before the last step of the previous episode.
+    is zero before it and, in the reverse direction, before the last step of the previous episode.
 
     Outputs: ``output``, the last layer's states, D * hidden_size channels laid out as ``input``; ``h_n``, the
     last state of every layer and direction, shaped as ``hx``.

@@ -1,4 +1,4 @@
-"""The recurrences of minGRU and minLSTM, by the candidate's function, traced with and without a bias."""
+"""The recurrences of minGRU and minLSTM for each candidate function, traced with or without a bias."""
 
 import functools
 from collections.abc import Callable
@@ -36,14 +36,14 @@ def _minlstm(candidate: Callable[[Tensor], Tensor]) -> Recurrence:
     @recurrence
     def minlstm(f: Tensor, i: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         compiled = torch.compiler.is_compiling() and forward_ad._current_level < 0
-        keep, mix = (_SharesInReverse if compiled else _Shares).apply(f, i)
+        keep, mix = (_NormalisedGatesReverse if compiled else _NormalisedGates).apply(f, i)
         return keep, mix * candidate(h)
 
     return minlstm
 
 
-def _shares(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
-    """sigmoid(f) and sigmoid(i) over their sum, and the factors of their derivatives."""
+def _normalised_gates(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+    """sigmoid(f) and sigmoid(i), each divided by their sum, and the factors of their derivatives."""
     f, i = f.clamp(min=-1e30), i.clamp(min=-1e30)  # inf - inf is NaN
     low = torch.minimum(f, i).clamp(max=1e30)
     # sigmoid(f) / (sigmoid(f) + sigmoid(i)) = (1 + e^-i) / (2 + e^-i + e^-f).  Where a gate is below e^-80, numerator
@@ -55,17 +55,17 @@ def _shares(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
     return p * r, q * r, of_f * r, of_i * r
 
 
-class _SharesInReverse(torch.autograd.Function):
-    """Two sigmoids divided by their sum, with derivatives free of the cancellation in those of the quotient.
+class _NormalisedGatesReverse(torch.autograd.Function):
+    """sigmoid(f) and sigmoid(i), each divided by their sum; differentiating the quotients would cause cancellation.
 
-    In reverse mode only: PyTorch's compiler refuses functions with a ``jvp``.
+    The derivative is in reverse mode only: PyTorch's compiler refuses functions with a ``jvp``.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
-        return _shares(f, i)[:2]
+        return _normalised_gates(f, i)[:2]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -74,18 +74,18 @@ class _SharesInReverse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        keep, mix, slope_f, slope_i = _shares(*ctx.saved_tensors)
+        keep, mix, slope_f, slope_i = _normalised_gates(*ctx.saved_tensors)
         change = grads[0] - grads[1]
         return change * (keep * slope_f), -change * (mix * slope_i)
 
 
-class _Shares(_SharesInReverse):
-    """As :class:`_SharesInReverse`, with derivatives in both modes."""
+class _NormalisedGates(_NormalisedGatesReverse):
+    """As :class:`_NormalisedGatesReverse`, with derivatives in both modes."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:
         with forward_ad._set_fwd_grad_enabled(True):  # PyTorch disables it here, which would drop nested tangents
-            keep, mix, slope_f, slope_i = _shares(*(forward_ad.unpack_dual(x)[0] for x in ctx.saved_tensors))
+            keep, mix, slope_f, slope_i = _normalised_gates(*(forward_ad.unpack_dual(x)[0] for x in ctx.saved_tensors))
             change = keep * slope_f * tangents[0] - mix * slope_i * tangents[1]
             return change, -change
 

@@ -13,8 +13,8 @@ from ostinato.kernels.recurrence.linear.layer import step_of
 from ostinato.minimal.recurrences import GATES, RECURRENCES, recurrence_of
 
 
-def steps_alone(x: Tensor, weight: Tensor, backend: str) -> bool:
-    """Whether one step is computed by :func:`next_state`: the layer's usual host overhead exceeds its run time."""
+def takes_fused_step(x: Tensor, weight: Tensor, backend: str) -> bool:
+    """Whether :func:`next_state` computes a step, as the layer's usual host overhead would exceed its run time."""
     if x.dtype is not weight.dtype or backend != "auto":
         return False
     if x.is_cpu:
@@ -43,36 +43,36 @@ def _kernel_of(cell: str, candidate: str, x: Tensor, weight: Tensor) -> Callable
 
 
 Settings = tuple[str, str, str]
-"""Of a layer or cell: its kind, candidate and backend."""
+"""The recurrence, candidate and backend of a layer or cell."""
 
 
 class StepCache:
-    """Steps that were validated: those of layers, or those of cells, whose states have another shape."""
+    """A cache of the kernels of validated steps, for layers or for cells, whose states differ in shape."""
 
     def __init__(self) -> None:
-        self._steps: Prepared[Callable[..., Tensor]] = Prepared()  # kernels, by tensors and settings
+        self._steps: Prepared[Callable[..., Tensor]] = Prepared()  # by tensors and settings
 
     def run(self, settings: Settings, x: Any, weight: Tensor, bias: Tensor | None, h: Any) -> Tensor | None:
-        """The state after a step like one that is cached; None for others."""
+        """The state after the step if one like it is cached, else None."""
         if torch.is_grad_enabled():
             return None
-        step = self._steps.find(*_like_step(x, weight, bias, h), *settings)
+        step = self._steps.find(*_key(x, weight, bias, h), *settings)
         return None if step is None else step(x, weight, bias, h)
 
     def add(self, settings: Settings, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> None:
-        """Cache a step that was validated, if there is a kernel for it."""
+        """Cache a validated step, if there is a kernel for it."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         cell, candidate, _ = settings
         if not _is_plain_step(GATES[cell], x, weight, bias, h):
             return
-        self._steps.add(lambda: _kernel_of(cell, candidate, x, weight), *_like_step(x, weight, bias, h), *settings)
+        self._steps.add(lambda: _kernel_of(cell, candidate, x, weight), *_key(x, weight, bias, h), *settings)
 
 
-def _like_step(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> tuple[tuple[Tensor, ...], bool]:
-    """What a step is cached by, beside its settings: its tensors, and whether there is no state among them."""
-    given = (x, weight) if h is None else (x, weight, h)
-    return given if bias is None else (*given, bias), h is None
+def _key(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> tuple[tuple[Tensor, ...], bool]:
+    """The key of a step besides its settings: its tensors, and whether they lack a state."""
+    tensors = (x, weight) if h is None else (x, weight, h)
+    return tensors if bias is None else (*tensors, bias), h is None
 
 
 def _is_plain_step(gates: int, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> bool:
