@@ -213,7 +213,7 @@ def test_calls_that_were_timed_outlive_an_interruption(tmp_path, monkeypatch, ca
 
 def test_calls_are_compared_with_an_addition(tmp_path, monkeypatch):
     monkeypatch.setattr(calls, "CALLS", 2)
-    monkeypatch.setattr(calls, "DRAWN", 2)
+    monkeypatch.setattr(calls, "RANDOM_LAYERS", 2)
     monkeypatch.setattr(calls, "DIAGONAL", calls.DIAGONAL[:2])
     path = tmp_path / "calls.json"
     bench_app(["calls", "--quick", "--device", "cpu", "--json", str(path)], standalone_mode=False)
@@ -230,7 +230,7 @@ def test_calls_are_compared_with_an_addition(tmp_path, monkeypatch):
 def everything():
     yield from (work for works in (shapes.ON_CPU, shapes.ON_CUDA) for kind in works.values() for work in kind)
     for quick in (False, True):
-        yield from (work for sweep in papers.sweeps(quick) for works in sweep.on.values() for work in works)
+        yield from (work for sweep in papers.sweeps(quick) for works in sweep.workloads.values() for work in works)
 
 
 def test_all_contestants_named_exist_and_ours_is_measured_first():

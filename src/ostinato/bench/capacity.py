@@ -1,4 +1,4 @@
-"""The largest recurrent layers whose weights fit on a chip, by the kernels' own plans: arithmetic, no run."""
+"""The largest recurrent layers whose weights fit on a chip, by the kernels' own plans; nothing is run."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
 from ostinato.kernels.persistent.plan import GATES, Plan
 from ostinato.masks import BLOCKS, block_name
 
-H100 = SimpleNamespace(  # what CUDA reports of the SXM modules, alike of an H200's; for machines without a GPU
+H100 = SimpleNamespace(  # as CUDA reports an SXM module, and an H200 too; used where there is no GPU
     name="NVIDIA H100 or H200",
     multi_processor_count=132,
     shared_memory_per_block_optin=232_448,
@@ -21,19 +21,19 @@ H100 = SimpleNamespace(  # what CUDA reports of the SXM modules, alike of an H20
 )
 CELLS = {"RNN": "rnn_tanh", "GRU": "gru", "LSTM": "lstm"}
 DENSITIES = (1.0, 0.3, 0.1, 0.05)
-STEP = 16  # sizes tried are its multiples
-COARSE = 16 * STEP  # by which sizes fall while even that much less does not fit
+STEP = 16  # hidden sizes tried are multiples of it
+COARSE_STEP = 16 * STEP  # of the first part of the search
 
 Row = dict[str, Any]
 
 
 def capacity(device: torch.device, batch: int = 4, dtype: torch.dtype = torch.float16) -> list[Row]:
-    """For each cell, density and block the largest hidden size that runs from the chip, with no weight in a cache.
+    """Find each cell's largest hidden size whose weights stay in registers and shared memory, by density and block.
 
-    On the CPU, an H100's.
+    The L2 cache is not used for weights.  On a CPU, the chip is an H100.
     """
-    found: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else H100
-    properties = SimpleNamespace(**{name: getattr(found, name) for name in vars(H100)} | {"L2_cache_size": 0})
+    reported: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else H100
+    properties = SimpleNamespace(**{name: getattr(reported, name) for name in vars(H100)} | {"L2_cache_size": 0})
     shapes: list[tuple[float, tuple[int, int] | None]] = [(1.0, None)]
     shapes += [(density, block) for density in DENSITIES[1:] for block in BLOCKS[::-1]]
     rows = []
@@ -60,7 +60,7 @@ def capacity(device: torch.device, batch: int = 4, dtype: torch.dtype = torch.fl
 def _largest(
     cell: str, batch: int, dtype: torch.dtype, density: float, block: tuple[int, int] | None, properties: Any
 ) -> tuple[Plan, int]:
-    """The largest layer that fits, searched downwards from what the chip could hold of the weights alone."""
+    """Return the largest layer that fits, searched downwards from the size whose weights alone would fill the chip."""
 
     def plan(hidden: int) -> Plan:
         weights = None if block is None else int(density * GATES[cell] * hidden**2)
@@ -68,20 +68,20 @@ def _largest(
 
     available = plan(STEP).bytes_available
     hidden = int((available / (GATES[cell] * density * dtype.itemsize)) ** 0.5) // STEP * STEP
-    while hidden > COARSE and not plan(hidden - COARSE).has_kernel:
-        hidden -= COARSE
+    while hidden > COARSE_STEP and not plan(hidden - COARSE_STEP).has_kernel:
+        hidden -= COARSE_STEP
     while hidden > 0 and not plan(hidden).has_kernel:
         hidden -= STEP
     return plan(hidden), hidden
 
 
 def shape_name(row: Row) -> str:
-    """What is kept of the weights, such as "10% in 16x1"."""
+    """The density and the shape of the pruned blocks, such as "10% in 16x1", or "dense"."""
     return "dense" if row["block"] is None else f"{row['density']:.0%} in {block_name(row['block'])}"
 
 
 def table(rows: list[Row]) -> Grid:
-    """The hidden sizes, one column a cell, and the recurrent weights as a multiple of the largest dense layer's."""
+    """Tabulate the hidden sizes by cell, each with the size of its matrix relative to the largest dense layer's."""
     dense = {row["cell"]: row["hidden_size"] for row in rows if row["block"] is None}
     sizes: dict[str, list[str]] = {}
     for row in rows:

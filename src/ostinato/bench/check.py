@@ -1,4 +1,4 @@
-"""Correctness of the contestants' results, against the recurrence in float64."""
+"""The errors of the contestants' results, relative to the same recurrence in float64."""
 
 from functools import partial
 from typing import Protocol
@@ -8,21 +8,23 @@ from torch import Tensor
 
 from ostinato.bench.workloads import Equation, Layer, RecurrentLayer, Run, Scan, Workload
 
-CHECKED_STEPS = 8192
-CHECKED_CHANNELS = 8
+CHECKED_STEPS = 8192  # at the end of a longer sequence
+CHECKED_CHANNELS = 8  # evenly spaced over all
 FORGOTTEN_AFTER = 256  # steps after which random gates have decayed a state below float64's resolution
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """The relative error in the Euclidean norm."""
-    return float((found.detach().to(expected) - expected).norm() / expected.norm())
+    return float((actual.detach().to(expected) - expected).norm() / expected.norm())
 
 
-Errors = dict[str, dict[str, float]]  # of each pass, of each of its results
+Errors = dict[str, dict[str, float]]  # by pass, then by the name of the result
 
 
 class Check(Protocol):
+    """Holds a workload's float64 results, to compare those of each contestant with."""
+
     def errors(self, run: Run) -> Errors: ...
 
 
@@ -31,9 +33,9 @@ def check_of(work: Workload, data: tuple[Tensor, ...]) -> Check:
 
 
 class RecurrentCheck:
-    """The output, or every gradient, of ``torch.nn``'s layer in float64, on the workload's device.
+    """Compares the output, or every gradient, with that of ``torch.nn``'s layer in float64 on the workload's device.
 
-    Gradients of pruned weights are not compared: to ``torch.nn`` these are trainable zeros.
+    Gradients of pruned weights are not compared: in ``torch.nn``'s layer, pruned weights are ordinary parameters.
     """
 
     def __init__(self, work: RecurrentLayer, data: tuple[Tensor, ...]) -> None:
@@ -46,11 +48,11 @@ class RecurrentCheck:
         self.expected = {pass_name: self._results(run, pass_name) for pass_name in work.passes}
 
     def errors(self, run: Run) -> Errors:
-        """The errors over all steps, relative in the Euclidean norm."""
+        """Return the relative errors, in the Euclidean norm over all steps."""
         errors: Errors = {}
         for pass_name, expected in self.expected.items():
-            found = self._results(run, pass_name)
-            errors[pass_name] = {name: relative_error(found[name], expected[name]) for name in expected}
+            actual = self._results(run, pass_name)
+            errors[pass_name] = {name: relative_error(actual[name], expected[name]) for name in expected}
         return errors
 
     def _results(self, run: Run, pass_name: str) -> dict[str, Tensor]:
@@ -62,9 +64,9 @@ class RecurrentCheck:
 
 
 class ChannelCheck:
-    """Some channels of the last sequence, in float64 on the CPU, over the end of the time axis.
+    """Compares some channels of the last sequence, over its last steps, with the recurrence in float64 on the CPU.
 
-    Gradients are compared in the same window, outside of which the incoming gradient is zero.
+    Gradients are compared in the same window, outside of which the output's gradient is zero.
     """
 
     def __init__(self, work: Scan | Layer | Equation, data: tuple[Tensor, ...]) -> None:
@@ -84,13 +86,13 @@ class ChannelCheck:
             windows = [self.work.window(x, self.start, self.channels) for x in self._inputs(self.data)]
             inputs = [x.detach().cpu().double().requires_grad_() for x in windows]
             output = self.work.reference(inputs, self.data, self.channels, bias)[:, self.skip :]
-            some = self.work.passes != ("forward",)
-            grads = torch.autograd.grad(output, inputs, self.grad.double()) if some else ()
+            has_backward = self.work.passes != ("forward",)
+            grads = torch.autograd.grad(output, inputs, self.grad.double()) if has_backward else ()
             self._expected[bias] = [output.detach(), *(x[:, self.skip :] for x in grads)]
         return self._expected[bias]
 
     def errors(self, run: Run) -> Errors:
-        """The errors of each pass, relative in the Euclidean norm."""
+        """Return the relative errors of each pass, in the Euclidean norm over the window."""
         begin = self.start + self.skip
         if self.work.passes == ("forward",) or run.forward_only:
             with torch.no_grad():
@@ -101,14 +103,14 @@ class ChannelCheck:
         grad = torch.zeros_like(output)
         grad[-1:, begin:][..., self.channels] = self.grad.to(grad)
         grads = torch.autograd.grad(output, self._inputs(run.inputs), grad)
-        found = [output[-1:, begin:][..., self.channels]]
-        found += [self.work.window(run.layout(x), begin, self.channels) for x in grads]
+        results = [output[-1:, begin:][..., self.channels]]
+        results += [self.work.window(run.layout(x), begin, self.channels) for x in grads]
         names = "output", *self.work.inputs
-        pairs = zip(found, self.expected(run.has_bias), strict=True)
+        pairs = zip(results, self.expected(run.has_bias), strict=True)
         errors = {name: relative_error(x, y) for name, (x, y) in zip(names, pairs, strict=True)}
         gradients = {name: error for name, error in errors.items() if name != "output"}
         return {"forward": {"output": errors["output"]}, "backward": gradients, "forward+backward": errors}
 
     def _inputs(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The inputs with a time axis: a and b of a scan, x of a layer."""
+        """Those of the tensors that have a time axis: a and b of a scan, x of a layer."""
         return tuple(x for x in tensors if x.dim() == 3)

@@ -1,4 +1,4 @@
-"""Checks each contestant against the float64 reference, then times it."""
+"""Check each contestant against the float64 reference, then time it."""
 
 import gc
 import math
@@ -21,10 +21,10 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 50
 SLOW = 0.5  # seconds; slower calls are not repeated
 GPU_SECONDS = 0.02  # spent on the repetitions of a GPU pass
 FLUSH_BYTES = 512 << 20  # several times any cache
-WARM_UPS = USES + 8  # calls before the repetitions, after which ours are what they are in a long training
-FLUSHES = 4  # long enough for the host to launch most of what is timed while the GPU is busy with them
-OF_GRADIENTS = 5  # factor on the tolerance: gradients of weights are sums over all steps, rounded at each
-COLLECT_ABOVE = 1 << 30  # bytes in use above which garbage is collected
+WARM_UPS = USES + 8  # untimed calls, after which our layers run as in a long training: USES calls become a CUDA graph
+FLUSHES = 4  # before a timed call: they keep the GPU busy while the host launches most of its kernels
+GRADIENT_FACTOR = 5  # on the tolerance: gradients of weights are sums over all steps, rounded at each
+COLLECT_ABOVE = 1 << 30  # bytes in use on the GPU above which Python's garbage is collected
 
 Record = dict[str, Any]
 
@@ -34,7 +34,7 @@ class WrongResult(RuntimeError):
 
 
 def measure(work: Workload, device: torch.device, seconds: float) -> list[Record]:
-    """One record per pass, with the limit and every contestant; on a CPU a pass takes about `seconds`.
+    """Return one record per pass, with the limit and every contestant; on a CPU a pass takes about `seconds`.
 
     The inputs are the same random numbers at every call.  Raises WrongResult if Ostinato's own result is wrong.
     """
@@ -58,7 +58,7 @@ def measure(work: Workload, device: torch.device, seconds: float) -> list[Record
 
 
 def limited(work: Workload) -> bool:
-    """Whether the limit is measured: that of recurrences, a layer of its own, only if the workload names it."""
+    """Whether the limit is measured: for recurrent layers it is itself a layer, run only if the workload names it."""
     return not isinstance(work, RecurrentLayer) or work.limit_name in work.who
 
 
@@ -87,7 +87,7 @@ def _measure_together(
     device: torch.device,
     seconds: float,
 ) -> dict[str, dict[str, Record]]:
-    """Time and error of each contestant and pass, or why it is unavailable."""
+    """Return the time and error of each contestant and pass, or why it is unavailable."""
     outcomes: dict[str, dict[str, Record]] = {name: {} for name in builds}
     runs: dict[str, Run] = {}
     for name, build in builds.items():
@@ -96,8 +96,8 @@ def _measure_together(
             runs[name] = build(work, data)
             checked = name != work.limit_name and runs[name].same_function
             errors = check.errors(runs[name]) if checked else {}
-            if name != OURS and not all(math.isfinite(_largest(own)) for own in errors.values()):
-                raise Unavailable("its result is not finite")  # nor would JSON take its error
+            if name != OURS and not all(math.isfinite(_largest_error(by_name)) for by_name in errors.values()):
+                raise Unavailable("its result is not finite")  # and JSON has no NaN
         except Exception as error:
             if name == OURS:
                 raise WrongResult(f"{work}: {_reason(error)}") from error
@@ -109,7 +109,7 @@ def _measure_together(
         details: Record = {"ready_after_seconds": time.perf_counter() - start}
         if runs[name].plan:
             details["plan"] = runs[name].plan
-        outcomes[name] = {pass_name: details | _shown(errors.get(pass_name)) for pass_name in work.passes}
+        outcomes[name] = {pass_name: details | _error_fields(errors.get(pass_name)) for pass_name in work.passes}
     for pass_name in work.passes:
         for name, timing in _timings(runs, pass_name, device, seconds).items():
             if name == OURS and "unavailable" in timing:
@@ -118,28 +118,30 @@ def _measure_together(
     return outcomes
 
 
-def _shown(errors: dict[str, float] | None) -> Record:
-    """The largest error, and each of them if there are several."""
+def _error_fields(errors: dict[str, float] | None) -> Record:
+    """The fields of a record for the errors of a pass: the largest, and all of them if there are several."""
     if errors is None:
         return {"max_error": None}
-    return {"max_error": _largest(errors)} | ({"errors": errors} if len(errors) > 1 else {})
+    return {"max_error": _largest_error(errors)} | ({"errors": errors} if len(errors) > 1 else {})
 
 
-def _largest(errors: dict[str, float]) -> float:
-    """The maximum, which is NaN if any number is, unlike Python's."""
+def _largest_error(errors: dict[str, float]) -> float:
+    """Return the maximum, or NaN if any error is NaN, unlike Python's ``max``."""
     return float(torch.tensor(list(errors.values()), dtype=torch.float64).max())
 
 
 def _require_right(work: Workload, errors: Errors) -> None:
+    """Raise WrongResult if an error is above the tolerance of the workload's dtype."""
     tolerance = TOLERANCE[torch.float16 if isinstance(work, RecurrentLayer | ParaLayer) and work.tf32 else work.dtype]
     if isinstance(work, RecurrentLayer) and work.trained:
-        tolerance *= OF_GRADIENTS
-    for error in map(_largest, errors.values()):
+        tolerance *= GRADIENT_FACTOR
+    for error in map(_largest_error, errors.values()):
         if not error <= tolerance:
             raise WrongResult(f"{work}: relative error {error:.1e} against the float64 reference")
 
 
 def _timings(runs: dict[str, Run], pass_name: str, device: torch.device, seconds: float) -> dict[str, Record]:
+    """Time one pass of each contestant: on a CPU in interleaved rounds, on a GPU one after the other."""
     functions: dict[str, Callable[[], object]] = {}
     timings: dict[str, Record] = {}
     estimates: dict[str, float] = {}
@@ -182,7 +184,7 @@ def _gpu_timing(function: Callable[[], object], run: Run, seconds: float) -> Rec
     samples = latencies = [_gpu_elapsed(function, run)]
     memory = torch.cuda.max_memory_allocated() - before
     if samples[0] <= SLOW:
-        estimate = min(samples[0], _gpu_elapsed(function, run))  # a single one may be an outlier
+        estimate = min(samples[0], _gpu_elapsed(function, run))  # the first alone may be an outlier
         rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / estimate)))
         for _ in range(WARM_UPS if estimate < seconds else 0):
             _gpu_elapsed(function, run)
@@ -197,7 +199,7 @@ def _gpu_timing(function: Callable[[], object], run: Run, seconds: float) -> Rec
 
 
 def _gpu_elapsed(function: Callable[[], object], run: Run, flush: Tensor | None = None) -> float:
-    """Seconds of one call with fresh weights, and with cold caches if flushed."""
+    """Return the GPU seconds of one call with changed weights, and with cold caches if given a buffer to `flush`."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     run.refresh()
     if flush is not None:
@@ -211,7 +213,7 @@ def _gpu_elapsed(function: Callable[[], object], run: Run, flush: Tensor | None 
 
 
 def _record(work: Workload, pass_name: str, outcomes: dict[str, Record]) -> Record:
-    """The record of one pass, with rates and ratios."""
+    """Assemble the record of one pass, with rates and ratios."""
     limit = outcomes.pop(work.limit_name, {}).get("seconds")
     limit = limit and limit * work.limit_share(pass_name)
     ours = outcomes.get(OURS, {}).get("seconds")

@@ -1,10 +1,10 @@
-"""The tables of the papers and projects behind this library, each a sweep over one size, and what they have published.
+"""The tables of the papers and projects behind this library, each a sweep over one size, with the published figures.
 
 ==================  =============================================================================================
 ``lengths-*``       a course project's minGRU and minLSTM in CUDA on an RTX 4090 (CS179, Caltech), sizes not stated
 ``transfer-*``      the repository CUDA_RNN (NumPy and Numba) on an RTX 3070 Laptop, input 64, hidden 128
-``density-*``       Zhu et al. 2018, "Sparse Persistent RNNs", arXiv 1804.10223: at H = 2304, batch 4, 30 %,
-``hidden``          and over one of the sizes at a time
+``density-*``       Zhu et al. 2018, "Sparse Persistent RNNs", arXiv 1804.10223: H = 2304, batch 4, 30 % kept,
+``hidden``          with one of these sizes varied at a time
 ``batch``, ``steps``
 ``training-*``      Feng et al. 2024, "Were RNNs All We Needed?", arXiv 2410.01201, section 4.1: batch 64 on a T4
 ==================  =============================================================================================
@@ -37,7 +37,7 @@ PUBLISHED_LENGTHS: dict[str, dict[str, Values]] = {
         "published: GPU scan": {256: 22.0, 1024: 107.8, 4096: 431.5, 16384: 1693.9, 65536: 6709.8},
     },
 }
-# Milliseconds by T with the transfer, and the repository's own ratios of them.
+# Milliseconds by T, with the transfer on the GPU; then the repository's own ratios of these.
 PUBLISHED_TRANSFER: dict[str, dict[str, Values]] = {
     "mingru": {
         "published: CPU": {
@@ -61,7 +61,7 @@ PUBLISHED_RATIOS: dict[str, Values] = {
     "minlstm": {8: 0.03, 16: 0.03, 32: 0.66, 64: 0.68, 128: 1.11, 256: 6.24, 512: 6.19, 1024: 9.44},
 }
 
-# On the CPU, where persistent layers are pruned ones.
+# Options of recurrent layers on the CPU, where they are pruned.
 ON_CPU = PRUNED_ON_HOST | {"who": (*PLAIN, RecurrentLayer.limit_name)}
 ON_GPU = (*GRAPHS, "cuSPARSE", RecurrentLayer.limit_name)
 OTHERS = ("torch.nn", "torch.nn in a CUDA graph", "GEMMs in a CUDA graph", "cuSPARSE")
@@ -69,12 +69,12 @@ SPARSE_KERNEL, IN_BLOCKS = "Ostinato, sparse kernel", f"{OURS} in 16x1 blocks"
 
 
 def next_best(ours: str = OURS, published: Values | None = None) -> Ratio:
-    """The fastest that is not Ostinato over one of its lines."""
+    """Return the ratio of the fastest contestant other than Ostinato to one of Ostinato's lines."""
     return Ratio(f"next best / {ours}", OTHERS, ours, published or {})
 
 
 def sweeps(quick: bool) -> list[Sweep]:
-    """All tables; `quick` ends within two minutes on two cores."""
+    """Return the sweeps of all tables; those of `quick` take less than two minutes on two cores."""
     tables = [
         *(lengths_sweep(cell, 512, LENGTHS) for cell in NAMES),
         *(_transfer(cell) for cell in NAMES),
@@ -90,7 +90,10 @@ def sweeps(quick: bool) -> list[Sweep]:
     return [
         replace(
             table,
-            on={kind: [w for w in works if getattr(w, table.axis) <= table.small] for kind, works in table.on.items()},
+            workloads={
+                device_type: [work for work in works if getattr(work, table.axis) <= table.small]
+                for device_type, works in table.workloads.items()
+            },
         )
         for table in tables
         if table.small
@@ -102,7 +105,7 @@ def _forward(cell: str, lengths: tuple[int, ...], size: int, hidden: int, *who: 
 
 
 def lengths_sweep(cell: str, size: int, lengths: tuple[int, ...]) -> Sweep:
-    """One layer forward at growing lengths: a loop over time, the scan, and PyTorch's counterpart."""
+    """Sweep a layer's forward pass over sequence lengths: a loop over time, the scan, and PyTorch's counterpart."""
     name, other = NAMES[cell], TORCH[cell]
     works = _forward(cell, lengths, size, size, TIME_LOOP, OURS, other)
     return Sweep(

@@ -1,4 +1,4 @@
-"""Draws runs from the content of their JSON files, so that figure and file cannot differ.
+"""Draws sweeps and training runs from the content of their JSON files, so that plot and file cannot differ.
 
 Raises ImportError without matplotlib.
 """
@@ -13,38 +13,38 @@ from ostinato.files import replacing
 from ostinato.kernels.persistent.plan import NO_KERNEL
 
 MARKERS = "osD^vPX*<>"
-LIMITS = ("-", "--", "-.", ":")  # of grey lines, so that two limits can be told apart
+LIMIT_STYLES = ("-", "--", "-.", ":")  # of the limits, whose lines are all grey
 
 
 def save(content: Record, path: Path) -> None:
-    """Draw to an image file."""
+    """Draw a run to an image file."""
     figure = FIGURES.get(content.get("benchmark", ""), figure_of)(content)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)
 
 
 def figure_of(content: Record) -> Any:
-    """Each contestant's line over the axis, logarithmic both ways; limits grey, published values dashed."""
+    """Draw each contestant's line over the axis, both logarithmic; limits are grey, published values dashed."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
     class Plain(LogFormatter):
-        """Numbers as they are read, and only a few between the powers of ten."""
+        """Numbers without exponents, and labels at only a few between the powers of ten."""
 
         def _num_to_string(self, x: float, *_: float) -> str:
             return f"{x:,g}"
 
     figure = Figure(figsize=(9.5, 5.2), layout="constrained")
     axes = figure.subplots()
-    colors, limits = (f"C{index}" for index in range(100)), iter(LIMITS)
+    colors, limits = (f"C{index}" for index in range(100)), iter(LIMIT_STYLES)
     for number, (label, line) in enumerate(content["lines"].items()):
         xs, values = _coordinates(line["points"])
         if line["limit"]:
             axes.plot(xs, values, next(limits), color="grey", linewidth=1, label=label)
             continue
-        own = label.startswith(("Min", OURS))
+        is_ours = label.startswith(("Min", OURS))
         (drawn,) = axes.plot(xs, values, "-" + MARKERS[number % len(MARKERS)], color=next(colors), label=label)
-        drawn.set(linewidth=2.2 if own else 1.2, markersize=7 if own else 5, zorder=3 if own else 2)
+        drawn.set(linewidth=2.2 if is_ours else 1.2, markersize=7 if is_ours else 5, zorder=3 if is_ours else 2)
     for (label, published), marker in zip(content["published"].items(), "x+1234", strict=False):
         axes.plot(list(published), list(published.values()), f"--{marker}", color="black", markersize=9, label=label)
     ticks = sizes(content)
@@ -68,7 +68,10 @@ def _coordinates(points: list[Record]) -> tuple[list[float], list[float]]:
 
 
 def speedup_maps(content: Record) -> Any:
-    """``torch.nn``'s time over ours by hidden size and batch, one panel a cell and dtype; italic where torch's runs."""
+    """Draw ``torch.nn``'s time over ours by hidden size and batch, one panel per cell and dtype.
+
+    Figures are italic where our layer runs in ``torch.nn``'s kernel.
+    """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -76,9 +79,9 @@ def speedup_maps(content: Record) -> Any:
     for record in content["results"]:
         work, ratio = record["workload"], speedup(record)
         if ratio is not None:
-            own = record["contestants"][OURS]["plan"]["path"] != NO_KERNEL
+            has_kernel = record["contestants"][OURS]["plan"]["path"] != NO_KERNEL
             panel = panels.setdefault(f"{work['cell']} {'tf32' if work['tf32'] else work['dtype']}", {})
-            panel[work["hidden"], work["batch"]] = ratio, own
+            panel[work["hidden"], work["batch"]] = ratio, has_kernel
     rows, columns = -(-len(panels) // 3), min(len(panels), 3)
     figure = Figure(figsize=(1.5 + 3 * columns, 0.6 + 3.6 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -87,9 +90,9 @@ def speedup_maps(content: Record) -> Any:
         heights, widths = (sorted({size[axis] for size in panel}) for axis in (0, 1))
         ratios = [[panel.get((hidden, batch), (float("nan"),))[0] for batch in widths] for hidden in heights]
         shades = axes.pcolormesh(ratios, cmap="RdYlGn", norm=LogNorm(1 / 8, 8), edgecolors="white", linewidth=0.5)
-        for (hidden, batch), (ratio, own) in panel.items():
+        for (hidden, batch), (ratio, has_kernel) in panel.items():
             centre = widths.index(batch) + 0.5, heights.index(hidden) + 0.5
-            style = "normal" if own else "italic"
+            style = "normal" if has_kernel else "italic"
             color = "black" if 1 / 5 < ratio < 5 else "white"
             axes.text(*centre, f"{ratio:.2g}", ha="center", va="center", fontsize="small", fontstyle=style, color=color)
         axes.set_xticks([index + 0.5 for index in range(len(widths))], widths)
@@ -106,7 +109,7 @@ def speedup_maps(content: Record) -> Any:
 
 
 def speedups_by_size(content: Record) -> Any:
-    """``torch.nn``'s time over ours of layers of any sizes, over the hidden size."""
+    """Draw ``torch.nn``'s time over ours against the hidden size, for layers of random sizes."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -118,10 +121,10 @@ def speedups_by_size(content: Record) -> Any:
     shades = LogNorm(1, max(2, *batches))
     points: Any = None
     for cell, marker in zip(dict.fromkeys(record["workload"]["cell"] for record, _ in drawn), MARKERS, strict=False):
-        own = [(record["workload"], ratio) for record, ratio in drawn if record["workload"]["cell"] == cell]
-        at = [work["hidden"] for work, _ in own], [ratio for _, ratio in own]
-        colors = [work["batch"] for work, _ in own]
-        points = axes.scatter(*at, c=colors, norm=shades, marker=marker, s=36, cmap="viridis", label=cell)
+        of_cell = [(record["workload"], ratio) for record, ratio in drawn if record["workload"]["cell"] == cell]
+        hidden, ratios = [work["hidden"] for work, _ in of_cell], [ratio for _, ratio in of_cell]
+        colors = [work["batch"] for work, _ in of_cell]
+        points = axes.scatter(hidden, ratios, c=colors, norm=shades, marker=marker, s=36, cmap="viridis", label=cell)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
@@ -134,4 +137,4 @@ def speedups_by_size(content: Record) -> Any:
     return figure
 
 
-FIGURES = {"training-sweep": speedup_maps, "training-random": speedups_by_size}  # where it is not of lines
+FIGURES = {"training-sweep": speedup_maps, "training-random": speedups_by_size}  # of benchmarks that are not sweeps

@@ -22,34 +22,34 @@ from ostinato.minimal.recurrences import GATES
 PRODUCT = re.compile(
     r"gemm|cutlass|nvjet|xmma|::mm$|addmm$|_linear_pointwise|mkldnn_convolution|thnn_conv2d$|convolution_backward$"
 )
-# PyTorch's operators on CPUs that do the work of another, which calls them where it does not leave it to oneDNN.
+# CPU operators of PyTorch that do the work of their caller where that does not delegate to oneDNN: one row for both.
 WORKERS = {
     "aten::_slow_conv2d_forward": "aten::thnn_conv2d",
     "aten::_slow_conv2d_backward": "aten::convolution_backward",
 }
-# Our CUDA kernels, by whether it is known here what they must do.
+# Our CUDA kernels whose minimal work `least_work` knows, and those whose it does not.
 COUNTED = frozenset(
     {
         "scan",
-        "projected",  # product, gates and scan in one
+        "projected",  # matrix product, gates and scan fused
         "prepare",  # fills the buffer in which the blocks of a persistent kernel exchange states, or gates
-        "recur",  # the persistent kernel, of either direction of time
-        "states_before",  # copies each step's state before it
-        "products",  # all of a small layer's products before its loop, or after that of its backward pass
+        "recur",  # the persistent kernel, of the forward or the backward pass
+        "states_before",  # copies the state before each step
+        "products",  # a small layer's matrix products, before its loop or after that of the backward pass
     }
 )
 UNCOUNTED = frozenset(
     {
-        *("biases", "transpose"),  # whose sizes do not follow from the layer's
-        *("step", "projected_step"),  # one step, of a layer that is called step by step
-        *("steps", "link"),  # recurrences that are not linear, which are not profiled
+        *("biases", "transpose"),  # their sizes do not follow from the layer's
+        *("step", "projected_step"),  # single steps, as a layer's `step` takes them
+        *("steps", "link"),  # nonlinear recurrences, which are not profiled
         *("compose", "pass_on"),  # shards of a sequence, which are not profiled
     }
 )
 
 
 def profile(work: Layer | RecurrentLayer, device: torch.device, name: str = OURS, trace: Path | None = None) -> Record:
-    """The kernels of one call of a contestant.
+    """Profile the kernels of one call of a contestant.
 
     Args:
         work: a layer and its shape; the last of its passes is profiled.
@@ -57,15 +57,15 @@ def profile(work: Layer | RecurrentLayer, device: torch.device, name: str = OURS
         trace: where to write a trace for chrome://tracing or Perfetto.
 
     Raises:
-        ValueError: no contestant of that name for this layer.
-        Unavailable: it cannot run here.
+        ValueError: this layer has no contestant of that name.
+        Unavailable: the contestant cannot run here.
     """
     torch.manual_seed(0)
     data = work.data(device)
-    found = CONTESTANTS[work.cell]
-    if name not in found:
-        raise ValueError(f"contestant must be one of {'; '.join(found)}; got {name!r}")
-    run = found[name](work, data)
+    builds = CONTESTANTS[work.cell]
+    if name not in builds:
+        raise ValueError(f"contestant must be one of {'; '.join(builds)}; got {name!r}")
+    run = builds[name](work, data)
     call = run.prepare(work.passes[-1])
     for _ in range(3):
         call()
@@ -74,7 +74,7 @@ def profile(work: Layer | RecurrentLayer, device: torch.device, name: str = OURS
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with _own_kernels_named(), torch.profiler.profile(activities=activities) as profiler:
+    with _cpu_kernels_recorded(), torch.profiler.profile(activities=activities) as profiler:
         for _ in range(calls):
             call()
         torch.get_device_module(device).synchronize()
@@ -82,12 +82,12 @@ def profile(work: Layer | RecurrentLayer, device: torch.device, name: str = OURS
         with replacing(trace) as temporary:
             profiler.export_chrome_trace(str(temporary))
     limits = measure_limits(device, work.dtype)
-    kernels = [_timed(*times, calls, wall) for times in _times(profiler, device.type)]
+    kernels = [_kernel_row(*times, calls, wall) for times in _times(profiler, device.type)]
     kernels.sort(key=lambda row: -row["seconds_a_call"])
     if name == OURS and run.plan.get("path") != NO_KERNEL:
         for row in kernels:
             least = least_work(work, row["kernel"], int(row["launches_a_call"]))
-            row |= _rated(least, row["seconds_a_call"], limits)
+            row |= _rates(least, row["seconds_a_call"], limits)
     return {
         "workload": {"kind": work.kind, "name": str(work)},
         "pass": work.passes[-1],
@@ -101,7 +101,7 @@ def profile(work: Layer | RecurrentLayer, device: torch.device, name: str = OURS
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Bytes a second of ``torch.add(out=)`` on tensors beyond the caches, operations a second of a square product."""
+    """Measure the rates of ``torch.add(out=)`` on tensors larger than the caches and of a square matrix product."""
     power, size = (28, 8192) if device.type == "cuda" else (26, 1024)
     numbers = (1 << power) // dtype.itemsize
     a, b, out = (torch.ones(numbers, device=device, dtype=dtype) for _ in range(3))
@@ -111,7 +111,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]
 
 
 def _wall(call: Callable[[], object], device: torch.device) -> float:
-    """The median latency of the calls that fit into half a second, at least one."""
+    """Return the median latency of as many calls as fit into half a second: at least one, at most 50."""
     wait = torch.get_device_module(device).synchronize
     samples: list[float] = []
     call()
@@ -125,8 +125,8 @@ def _wall(call: Callable[[], object], device: torch.device) -> float:
 
 
 @contextmanager
-def _own_kernels_named() -> Iterator[None]:
-    """Show our own CPU kernels, which are not PyTorch operators, to the profiler."""
+def _cpu_kernels_recorded() -> Iterator[None]:
+    """Make the profiler see our CPU kernels, which are not PyTorch operators, as named ranges."""
     from ostinato.kernels.persistent import cpu as persistent
     from ostinato.kernels.recurrence.linear import cpu as minimal
     from ostinato.kernels.scan import cpu
@@ -149,7 +149,7 @@ def _own_kernels_named() -> Iterator[None]:
 
 
 def _times(profiler: Any, device_type: str) -> Iterator[tuple[str, int, float]]:
-    """The name, launches and total seconds of each kernel, or operator on the CPU."""
+    """Yield the name, launches and total seconds of each kernel, or on a CPU of each operator."""
     if device_type == "cpu":
         rows = {row.key: [row.count, row.self_cpu_time_total / 1e6] for row in profiler.key_averages()}
         for worker, caller in WORKERS.items():
@@ -157,15 +157,16 @@ def _times(profiler: Any, device_type: str) -> Iterator[tuple[str, int, float]]:
                 rows[caller][1] += rows.pop(worker)[1]
         yield from ((name, launches, total) for name, (launches, total) in rows.items() if total > 0)
         return
-    found: dict[str, list[float]] = {}
+    durations: dict[str, list[float]] = {}
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            found.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e6)
-    for name, seconds in found.items():
+            durations.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e6)
+    for name, seconds in durations.items():
         yield name, len(seconds), sum(seconds)
 
 
-def _timed(name: str, launches: int, seconds: float, calls: int, wall: float) -> Record:
+def _kernel_row(name: str, launches: int, seconds: float, calls: int, wall: float) -> Record:
+    """Convert a kernel's totals over all profiled calls to figures per call and per launch."""
     return {
         "kernel": name,
         "launches_a_call": launches / calls,
@@ -175,8 +176,8 @@ def _timed(name: str, launches: int, seconds: float, calls: int, wall: float) ->
     }
 
 
-def _rated(work: dict[str, int], seconds: float, limits: dict[str, float]) -> Record:
-    """The work, its rates, and the largest part of its limit that one of them is; {} for no work."""
+def _rates(work: dict[str, int], seconds: float, limits: dict[str, float]) -> Record:
+    """Return the work, its rates, and the largest fraction of its limit that a rate reaches; {} for no work."""
     if not work:
         return {}
     rates = {f"{unit}_per_second": amount / seconds for unit, amount in work.items()}
@@ -188,10 +189,12 @@ def is_ours(kernel: str) -> bool:
 
 
 def least_work(work: Layer | RecurrentLayer, kernel: str, launches: int) -> dict[str, int]:
-    """The bytes that our kernel must move in a call, or the operations of a product; {} where that is not counted."""
+    """Return the bytes that our kernel must move in a call, or the operations of a product; {} if unknown."""
     if isinstance(work, Layer):
         gates, states = GATES[work.cell], work.batch * work.length * work.channels
-        if PRODUCT.search(kernel):  # for the gates; and in the backward pass one for the input, one for the weight
+        if PRODUCT.search(
+            kernel
+        ):  # one product for the gates, and in the backward pass one each for the gradients of input and weight
             return {"flops": launches * work.work("forward") * (2 if kernel.endswith("convolution_backward") else 1)}
         if kernel == "projected":
             inputs = work.batch * work.length * work.input_size
@@ -202,7 +205,9 @@ def least_work(work: Layer | RecurrentLayer, kernel: str, launches: int) -> dict
         product = 2 * states * gates * work.hidden
         if PRODUCT.search(kernel):
             return {"flops": launches * product}
-        if kernel == "products":  # forward that of the input; backward the gradients of it and of both weights
+        if (
+            kernel == "products"
+        ):  # forward, the input's; backward, also those of the gradients of input and both weights
             return {"flops": (1 if launches == 1 else 1 + 3) * product}
     # Forward reads pre-activations and writes states; backward reads both and a gradient, and writes gradients.
     forward, backward, trained = gates + 1, 2 * gates + 2, work.passes[-1] != "forward"
@@ -231,7 +236,7 @@ def workload(
     density: float = 1.0,
     block: tuple[int, int] = (1, 1),
 ) -> Layer | RecurrentLayer:
-    """The workload of these sizes.  Raises ValueError for an unknown cell or dtype, or a size below 1."""
+    """Return the workload of these sizes.  Raises ValueError for an unknown cell or dtype, or a size below 1."""
     dtypes = {name_of(kind): kind for kind in (torch.float32, torch.float16, torch.bfloat16)}
     cells = ("mingru", "minlstm", "rnn", "gru", "lstm")
     if cell not in cells:

@@ -1,4 +1,4 @@
-"""What was measured as tables, a function a kind of run."""
+"""Tabulate what was measured, with one function for each kind of run."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from ostinato.bench.profile import is_ours
 from ostinato.bench.workloads import OURS, short_name
 
 UNITS = {"bytes": "B", "flops": "FLOP"}
-COLUMNS = {  # of recurrent layers, by contestant
+COLUMNS = {  # the headings of the contestants in tables of recurrent layers
     "torch.nn": "torch.nn",
     "torch.nn in a CUDA graph": "in a CUDA graph",
     "Ostinato in a CUDA graph": "ours in a CUDA graph",
@@ -28,11 +28,11 @@ COLUMNS = {  # of recurrent layers, by contestant
     "Ostinato, sparse kernel": "sparse kernel",
     "Ostinato, block kernel": "block kernel",
 }
-WITH_ERRORS = "torch.nn", "torchrl", "flashrnn", "Ostinato, from its equation"  # of other code, with errors of its own
+WITH_ERRORS = "torch.nn", "torchrl", "flashrnn", "Ostinato, from its equation"  # whose errors may differ from ours
 
 
 def workload(records: list[Record]) -> Grid:
-    """All passes of one workload, one row a contestant."""
+    """Tabulate all passes of one workload, one row per contestant."""
     unit = "bytes" if "bytes" in records[0] else "flops"
     head = ["", "time", "rate", "of limit" if unit == "bytes" else "x limit", "x ours", "memory", "error"]
     rows: list[list[str]] = []
@@ -61,7 +61,7 @@ def workload(records: list[Record]) -> Grid:
 
 
 def recurrent_layers(records: list[Record], device_type: str, leave_out: Iterable[str] = ()) -> Grid:
-    """Microseconds a step, and each peer's as a multiple of ours; one row a layer."""
+    """Tabulate microseconds a step, the peers' also as multiples of ours; one row per layer."""
     ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
     columns = {who: column for who, column in COLUMNS.items() if who in ran and who not in leave_out}
     if device_type == "cuda" and "torch.nn" in columns:
@@ -80,37 +80,40 @@ def recurrent_layers(records: list[Record], device_type: str, leave_out: Iterabl
             f"{ours['max_error']:.0e}",
         ]
         for who in columns:
-            found = outcomes.get(who, {})
-            timed = "seconds" in found
-            row.append(f"{step(found)} ({times(found['times_ostinato'])}){mark(found)}" if timed else "–")
+            peer = outcomes.get(who, {})
+            timed = "seconds" in peer
+            row.append(f"{step(peer)} ({times(peer['times_ostinato'])}){mark(peer)}" if timed else "–")
             if who in WITH_ERRORS:
-                row.append(f"{found['max_error']:.0e}" if timed else "–")
+                row.append(f"{peer['max_error']:.0e}" if timed else "–")
         best = speedup(record) if "torch.nn in a CUDA graph" in ran else None
         rows.append([*row, f"**{times(best)}**" if best else "–"])
     return Grid([*head, "cuDNN's best / ours"], rows, notes=dashes(records, columns))
 
 
 def dashes(records: list[Record], columns: dict[str, str] | None = None) -> list[str]:
-    """Why some contestants have no value, or no column: what `columns` has of those that ran is what it is called."""
+    """Say why contestants have no value in some rows, or no column because their package is missing.
+
+    `columns` maps the contestants that are shown to their headings; without it, all that ran stand under their names.
+    """
     ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
-    names = {who: who for who in ran} if columns is None else {w: c for w, c in columns.items() if w in ran}
+    headings = {who: who for who in ran} if columns is None else {w: c for w, c in columns.items() if w in ran}
     reasons: dict[str, dict[str, None]] = {}
     for record in records:
         for who, row in record["contestants"].items():
-            if who in names and "unavailable" in row:
-                reasons.setdefault(row["unavailable"].removeprefix("failed: ").rstrip("."), {})[names[who]] = None
-    found = [f"{' and '.join(who)}: {reason}" for reason, who in reasons.items() if reason != PLANNED]
-    if columns and any(not names.keys() <= record["contestants"].keys() for record in records):
-        found.append("not asked for at that shape")
+            if who in headings and "unavailable" in row:
+                reasons.setdefault(row["unavailable"].removeprefix("failed: ").rstrip("."), {})[headings[who]] = None
+    parts = [f"{' and '.join(who)}: {reason}" for reason, who in reasons.items() if reason != PLANNED]
+    if columns and any(not headings.keys() <= record["contestants"].keys() for record in records):
+        parts.append("not asked for at that shape")
     rows = [item for record in records for item in record["contestants"].items()]
     missing = (row.get("unavailable", "").partition(NOT_INSTALLED) for who, row in rows if who not in ran)
     packages = dict.fromkeys(package for package, is_missing, _ in missing if is_missing)
-    notes = [f"–: {'; '.join(found)}."] if found else []
+    notes = [f"–: {'; '.join(parts)}."] if parts else []
     return [*notes, f"Not installed for this run: {', '.join(packages)}."] if packages else notes
 
 
 def calls(records: list[Record]) -> Grid:
-    """Microseconds a call, and the multiple of an addition's."""
+    """Tabulate microseconds a call, also as multiples of the time of ``torch.add``."""
     names = list(dict.fromkeys(who for record in records for who in record["contestants"]))
     rows = []
     for record in records:
@@ -124,7 +127,7 @@ def calls(records: list[Record]) -> Grid:
 
 
 def profile(content: Record, count: int = 12) -> Grid:
-    """The kernels that take longest, and what is left."""
+    """Tabulate the `count` kernels that take longest, the others together, and the time outside of all kernels."""
     head = ["kernel", "µs a launch", "launches", "share", "work", "rate", "of the limit"]
     rows = []
     for row in content["kernels"][:count]:
@@ -153,7 +156,7 @@ def profile(content: Record, count: int = 12) -> Grid:
 
 
 def sizes(content: Record) -> list[float]:
-    """What the columns of a sweep's table stand for, its published values included."""
+    """Return the sizes of a sweep's columns: all that were measured or published."""
     measured = {point["x"] for line in content["lines"].values() for point in line["points"]}
     return sorted(measured.union(*content["published"].values()))
 
@@ -163,7 +166,7 @@ def size_name(content: Record, x: float) -> str:
 
 
 def sweep(content: Record) -> Grid:
-    """One column a size, and one of the largest error; one row a contestant, then published values and ratios."""
+    """Tabulate a sweep by size, with the largest error: contestants, then published values, then ratios."""
     columns = sizes(content)
     rows: list[list[str]] = []
 
@@ -187,7 +190,7 @@ def sweep(content: Record) -> Grid:
 
 
 def speedup(record: Record) -> float | None:
-    """``torch.nn``'s time over ours, each as launched or in a CUDA graph, whichever is faster; None if not both ran."""
+    """Return ``torch.nn``'s time over ours, each the faster of launched and in a CUDA graph; None unless both ran."""
     best: dict[str, float] = {}
     for name, row in record["contestants"].items():
         if "seconds" in row:
@@ -197,7 +200,7 @@ def speedup(record: Record) -> float | None:
 
 
 def summary(records: list[Record]) -> str:
-    """The :func:`speedup` of the layers of a run in a sentence."""
+    """Summarise the :func:`speedup` of a run's layers in a sentence."""
     ratios = sorted(ratio for record in records if (ratio := speedup(record)) is not None)
     return (
         f"The faster of torch.nn's times over the faster of ours, of {len(ratios)} layers: "
@@ -207,7 +210,7 @@ def summary(records: list[Record]) -> str:
 
 
 def mark(row: Record) -> str:
-    """A dagger if the result is wrong, else nothing."""
+    """Return a dagger if the result is wrong, else nothing."""
     return " †" if (row.get("max_error") or 0) > WRONG else ""
 
 
@@ -220,12 +223,12 @@ def times(ratio: float) -> str:
 
 
 def figures(value: float) -> str:
-    """A number with three significant figures, or with all those before the point."""
+    """Format a number with three significant figures, or with all digits before the point."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
 def scaled(value: float, unit: str) -> str:
-    """A quantity with a prefix: 3.04 TB/s, 512 MB."""
+    """Format a quantity with a prefix: 3.04 TB/s, 512 MB."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{figures(value / size)} {prefix}{unit}"

@@ -1,4 +1,4 @@
-"""JSON files of runs, with the environment in which they were measured."""
+"""The JSON files of runs, with the environment in which they were measured."""
 
 import json
 import math
@@ -23,7 +23,7 @@ PACKAGES = (
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What measurements depend on: device, versions, commit and date."""
+    """Return what measurements depend on: device, versions, commit and date."""
     versions = {
         "ostinato": ostinato.__version__,
         "python": platform.python_version(),
@@ -44,16 +44,18 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
+    """Return the GPU's or the processor's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
-        known = dict(re.findall(r"^(model name|cpu family|model)\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M))
+        fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M))
     except OSError:
-        known = {}
-    name = known.get("model name") or platform.processor() or platform.machine()
-    if "cpu family" not in known or re.search(r"\d", name):
+        fields = {}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" not in fields or re.search(r"\d", name):
         return name
-    return f"{name} (family {known['cpu family']}, model {known['model']})"  # as virtual machines leave out its number
+    # Virtual machines leave the number out of the model's name.
+    return f"{name} (family {fields['cpu family']}, model {fields['model']})"
 
 
 def _version(package: str) -> str | None:
@@ -64,7 +66,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this package's checkout, with "-dirty" if files have changed, or None outside a checkout.
+    """Return the commit of this package's checkout, with "-dirty" if files have changed, or None outside a checkout.
 
     The environment variable ``OSTINATO_COMMIT`` overrides it, for copies without history.
     """
@@ -84,16 +86,16 @@ def _commit() -> str | None:
 
 
 def path_for(path: Path, name: str, device: torch.device) -> Path:
-    """The file of a run: `path`, or if that is a folder, a file in it named after the run and the type of device.
+    """Return the file of a run: `path`, or in a folder a file named after the run and the type of device.
 
-    What does not exist is a folder if its name has no suffix.
+    A path that does not exist is taken for a folder if its name has no suffix.
     """
     is_folder = path.is_dir() or not (path.suffix or path.exists())
     return path / f"{name}-{'gpu' if device.type == 'cuda' else device.type}.json" if is_folder else path
 
 
 def plot_for(path: Path) -> Path:
-    """The image beside a run's file.  Raises ValueError for a file that has its name, and would be replaced by it."""
+    """Return the path of the plot beside a run's file.  Raises ValueError if that is the file itself, ending in .png."""
     plot = path.with_suffix(".png")
     if plot == path:
         raise ValueError(f"json must not end in .png, as the plot beside it does; got {path}")
@@ -101,7 +103,7 @@ def plot_for(path: Path) -> Path:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write the file atomically; numbers that are not finite, which JSON lacks, become null."""
+    """Write the file atomically; numbers that are not finite, which JSON does not have, become null."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
 

@@ -1,4 +1,4 @@
-"""One size grown over many contestants: how it is measured, and as which lines and ratios it is shown."""
+"""Many contestants over one growing size: how a sweep is measured, and which lines and ratios present it."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ Values = dict[int | float, float]
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times one line's value, or the least of several, is another's, and what was published of it."""
+    """One line's values, or the least of several lines', divided by another's, and what was published of that."""
 
     name: str
     of: str | tuple[str, ...]
@@ -28,34 +28,34 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Workloads that differ in one size, and what is said of them."""
+    """Workloads that differ in one size, and how their results are presented."""
 
     name: str
     title: str
-    axis: str  # the workload's field that grows
+    axis: str  # the field of the workloads that grows
     axis_label: str
-    on: dict[str, list[Workload]]  # by kind of device
-    together: bool = False  # whether CPU and GPU stand side by side; otherwise the GPU, if there is one, runs alone
+    workloads: dict[str, list[Workload]]  # by type of device
+    together: bool = False  # whether CPU and GPU are compared; otherwise the GPU runs alone, if there is one
     unit: str = "ms"
     quantity: str = "seconds"
-    published: dict[str, Values] = field(default_factory=dict)  # lines in the same unit
+    published: dict[str, Values] = field(default_factory=dict)  # by label, in the same unit
     ratios: tuple[Ratio, ...] = ()
     note: str = ""
-    sizes: dict[str, str] = field(default_factory=dict)  # of the other sizes, where they differ with the device
+    sizes: dict[str, str] = field(default_factory=dict)  # the other sizes, if they depend on the type of device
     small: float = math.inf  # the largest size of the quick tables, 0 for none
 
     def measure(self, devices: list[torch.device], seconds: float) -> dict[str, Any]:
-        """The records, and what was wrong.
+        """Measure all workloads; return their records, and the wrong results of ours.
 
         Args:
             devices: the CPU, and the GPU if there is one.
-            seconds: that the CPU spends on the contestants of a workload.
+            seconds: time that the CPU spends on the contestants of a workload.
         """
         results: list[Record] = []
         wrong: list[str] = []
-        running = [device for device in devices if device.type in self.on]
+        running = [device for device in devices if device.type in self.workloads]
         for device in running if self.together else running[-1:]:
-            for work in self.on[device.type]:
+            for work in self.workloads[device.type]:
                 try:
                     results += ({"device_type": device.type, **record} for record in measure(work, device, seconds))
                 except WrongResult as error:
@@ -63,18 +63,18 @@ class Sweep:
         return {"table": self.name, "wrong": wrong, "results": results}
 
     def shown(self, run: Record) -> Record:
-        """A run with what is said of it: lines over the axis, what was published, and ratios."""
+        """Return a run with all that its table and plot show: lines over the axis, published values, ratios, notes."""
         results = run["results"]
         lines = _lines(self, results)
         values: dict[str, Values] = {
-            label: {p["x"]: p["value"] for p in line["points"]} for label, line in lines.items()
+            label: {point["x"]: point["value"] for point in line["points"]} for label, line in lines.items()
         }
         ran = dict.fromkeys(record["device_type"] for record in results)
         named = [
             {"contestants": {_label(self, record, who): row for who, row in record["contestants"].items()}}
             for record in results
         ]
-        unseen = ["The GPU's part needs a CUDA device."] if "cuda" in self.on and "cuda" not in ran else []
+        needs_gpu = "cuda" in self.workloads and "cuda" not in ran
         return run | {
             "title": ": ".join([self.title, *(self.sizes[kind] for kind in ran if kind in self.sizes)]),
             "axis": self.axis,
@@ -83,12 +83,16 @@ class Sweep:
             "lines": lines,
             "published": self.published,
             "ratios": _ratios(self.ratios, values),
-            "notes": [*report.dashes(named), *unseen, *filter(None, [self.note])],
+            "notes": [
+                *report.dashes(named),
+                *["The GPU's part needs a CUDA device."] * needs_gpu,
+                *[self.note] * bool(self.note),
+            ],
         }
 
 
 def _lines(sweep: Sweep, results: list[Record]) -> dict[str, Any]:
-    """For each contestant and limit, by what it is called, its values over the axis."""
+    """Return the points over the axis of each contestant and of the limit, by label."""
     lines: dict[str, Any] = {}
     for record in results:
         x = record["workload"][sweep.axis]
@@ -108,12 +112,13 @@ def _lines(sweep: Sweep, results: list[Record]) -> dict[str, Any]:
 
 
 def _label(sweep: Sweep, record: Record, name: str) -> str:
+    """Return the label of a contestant, or of the limit, in the table and plot."""
     work = record["workload"]
     where = {"cpu": ", CPU", "cuda": ", GPU"}[record["device_type"]] if sweep.together else ""
     if work["kind"] == "layer":
         layer = {"mingru": "MinGRU", "minlstm": "MinLSTM"}[work["cell"]]
-        own = {OURS: f"{layer}, scan", TIME_LOOP: f"{layer}, time loop", FROM_HOST: f"{layer}, scan and transfer"}
-        return own.get(name, f"{layer}'s GEMM alone" if name == "limit" else name) + where
+        ours = {OURS: f"{layer}, scan", TIME_LOOP: f"{layer}, time loop", FROM_HOST: f"{layer}, scan and transfer"}
+        return ours.get(name, f"{layer}'s GEMM alone" if name == "limit" else name) + where
     if name == "limit":
         return f"the limit: {record['limit']['name']}"
     if work["kind"] == "persistent":
@@ -126,8 +131,8 @@ def _label(sweep: Sweep, record: Record, name: str) -> str:
 def _ratios(ratios: tuple[Ratio, ...], values: dict[str, Values]) -> list[Record]:
     rows = []
     for ratio in ratios:
-        above = [values.get(label, {}) for label in ((ratio.of,) if isinstance(ratio.of, str) else ratio.of)]
-        least = {x: min(line[x] for line in above if x in line) for x in chain(*above)}
+        numerators = [values.get(label, {}) for label in ((ratio.of,) if isinstance(ratio.of, str) else ratio.of)]
+        least = {x: min(line[x] for line in numerators if x in line) for x in chain(*numerators)}
         points = [{"x": x, "value": least[x] / value} for x, value in values.get(ratio.to, {}).items() if x in least]
         if points:
             published = [{"x": x, "value": value} for x, value in ratio.published.items()]

@@ -28,7 +28,9 @@ def tasks(kinds: Sequence[str] = ()) -> list[Task]:
     PyTorch's compiler takes half a minute for a pass of some peers, so their passes are separate tasks.
     Raises ValueError for an unknown kind.
     """
-    every_kind = ON_CUDA | {"papers": [work for sweep in sweeps(quick=False) for work in sweep.on.get("cuda", [])]}
+    every_kind = ON_CUDA | {
+        "papers": [work for sweep in sweeps(quick=False) for work in sweep.workloads.get("cuda", [])]
+    }
     if not set(kinds) <= every_kind.keys():
         raise ValueError(f"kinds must be some of {', '.join(every_kind)}; got {', '.join(kinds)}")
     works = [work for kind in kinds or every_kind for work in every_kind[kind]]
