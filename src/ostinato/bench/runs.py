@@ -95,7 +95,7 @@ def path_for(path: Path, name: str, device: torch.device) -> Path:
 
 
 def plot_for(path: Path) -> Path:
-    """Return the path of the plot beside a run's file.  Raises ValueError if that is the file itself, ending in .png."""
+    """Return the path of the plot beside a run's file.  Raises ValueError if they are the same, in .png."""
     plot = path.with_suffix(".png")
     if plot == path:
         raise ValueError(f"json must not end in .png, as the plot beside it does; got {path}")

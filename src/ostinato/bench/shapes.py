@@ -1,4 +1,4 @@
-"""Which shapes each kind of benchmark measures, and whom: a few small ones for a look, a CPU's, and a GPU's."""
+"""The shapes and contestants of each kind of benchmark: a few small ones for a quick look, a CPU's, and a GPU's."""
 
 import functools
 import math
@@ -42,7 +42,8 @@ IN_GRAPHS_FROM_EQUATION = (
     "torch.nn in a CUDA graph",
     "Ostinato in a CUDA graph",
 )
-EPISODES = (*PLAIN, "Ostinato in a CUDA graph")  # to cut sequences the host must know where they end
+# Without torch.nn in a CUDA graph: to split sequences into episodes, the host must know where they end.
+EPISODES = (*PLAIN, "Ostinato in a CUDA graph")
 PRUNED: dict[str, Any] = {"density": 0.1, "block": (16, 1)}
 EQUATIONS_ON_HOST = (128, 4), (256, 16)  # units and sequences
 HOST: dict[str, Any] = {"dtype": f32, "who": PLAIN}
@@ -50,9 +51,9 @@ PRUNED_ON_HOST = PRUNED | HOST
 
 
 def workloads(kind: str, device: torch.device, quick: bool = False, only: str = "") -> list[Workload]:
-    """The shapes measured on a kind of device; `quick` is the part that ends within a minute.
+    """Return the workloads measured on a type of device; those of `quick` end within a minute.
 
-    Raises ValueError if no name contains `only`, long or short, in capitals or not.
+    Raises ValueError if no workload's full or short name contains `only`, in either case.
     """
     works = (QUICK if quick else ON_CUDA if device.type == "cuda" else ON_CPU)[kind]
     short = [short_name(str(work)) for work in works]
@@ -64,10 +65,10 @@ def workloads(kind: str, device: torch.device, quick: bool = False, only: str = 
 
 
 def random_layers(device: torch.device, count: int, seed: int, quick: bool = False) -> list[Workload]:
-    """Layers to be trained, drawn at random: no shape that kernels or their plans could have been tuned to.
+    """Draw layers to train at random, so that neither kernels nor their plans can have been tuned to the shapes.
 
-    Sizes are as likely within any factor of two of their range as within another; hidden sizes are multiples of 8, as
-    torch.nn's kernels are much slower at others.  One in four layers is bidirectional, and one in four packed.
+    Sizes are log-uniform; hidden sizes are multiples of 8, as torch.nn's kernels are much slower at others.  One in
+    four layers is bidirectional, and one in four packed.
     """
     on_cuda, draw = device.type == "cuda", random.Random(seed)
     size = functools.partial(random_size, draw)
@@ -94,12 +95,12 @@ def random_layers(device: torch.device, count: int, seed: int, quick: bool = Fal
 
 
 def random_size(draw: random.Random, least: int, most: int) -> int:
-    """One of a range, as likely within any factor of two of it as within another."""
+    """Draw a size from a log-uniform distribution."""
     return round(math.exp(draw.uniform(math.log(least), math.log(most))))
 
 
 def networks(dtype: torch.dtype, who: tuple[str, ...], *names: str) -> list[Workload]:
-    """The recurrent layers of published networks, dense and pruned: the larger ones serve batches, the others a stream.
+    """Return the recurrent layers of published networks, dense and pruned: some serve a batch, the others one stream.
 
     GNMT's decoder (arXiv 1609.08144), Deep Speech 2 in the size of Baidu's DeepBench, the encoder of a streaming RNN-T
     without its projections (1811.06621), WaveRNN (1802.08435), the largest layer of LPCNet (1810.11846) and the
@@ -162,7 +163,7 @@ ON_CPU: dict[str, list[Workload]] = {
         *(Training(cell, 256, *sizes, **HOST) for cell in CELLS for sizes in ((1, 1000), (16, 200))),
         Training("GRU", 256, 1, 1000, **PRUNED_ON_HOST),
         *(Training(cell, 256, 16, 200, shortest=50, **HOST) for cell in ("GRU", "LSTM")),
-        # Recurrences with the equations of these cells.
+        # Recurrences generated from the equations of these cells.
         *(Training(cell, *sizes, 64, dtype=f32, who=FROM_EQUATION) for cell in CELLS for sizes in EQUATIONS_ON_HOST),
         # Dense layers without gradient, over hidden size.
         *(
@@ -205,7 +206,7 @@ ON_CUDA: dict[str, list[Workload]] = {
         *(Scan(8, 4096, 1536, dtype) for dtype in (f32, bf16)),
         *(Scan(8, 65536, 1536, dtype, who=SCANS) for dtype in (f32, bf16)),
         *(Scan(*sizes, who=SCANS) for sizes in ((1, 65536, 256), (1, 2**20, 64), (1, 2**24, 1))),
-        # Other shapes and layouts, which the peers have not.
+        # Other shapes and layouts, for ours alone.
         *(Scan(*sizes, dtype, who=(OURS,)) for sizes in ((2, 100000, 384), (128, 512, 256)) for dtype in (f32, bf16)),
         *(Scan(3, 5000, 1000, dtype, who=(OURS,)) for dtype in (f32, bf16)),
         *(Scan(*sizes, who=(OURS,)) for sizes in ((4, 2**20, 8), (1, 3_000_000, 7), (1, 2**18, 16))),
@@ -217,7 +218,7 @@ ON_CUDA: dict[str, list[Workload]] = {
             for dtype in (f32, bf16)
         ),
         *(Scan(1000, 400, 512, dtype, who=(OURS,), shortest=1) for dtype in (f32, bf16)),
-        # What resets cost, beside the same without.
+        # The cost of resets, beside the same shapes without.
         *(Scan(*sizes, who=(OURS,), resets=0.01) for sizes in RESET),
         *(Scan(*sizes, bf16, who=(OURS,), resets=0.01) for sizes in ((8, 4096, 1536), (8, 2048, 255))),
     ],
@@ -269,7 +270,7 @@ ON_CUDA: dict[str, list[Workload]] = {
             for batch in (1, 4, 16)
             if (cell, hidden, batch) not in (("RNN", 8192, 4), ("LSTM", 4608, 4))
         ),
-        # float32 exact and rounded to tf32; then errors over more steps.
+        # float32, exact and rounded to tf32; then errors over more time steps.
         *(
             RecurrentLayer(cell, hidden, batch, dtype=f32, tf32=tf32, who=GRAPHS)
             for cell in CELLS
@@ -284,7 +285,7 @@ ON_CUDA: dict[str, list[Workload]] = {
     ],
     "training": [
         *TRAINED_LAYERS,
-        # Errors over more steps.
+        # Errors over more time steps.
         *(replace(work, length=2000, who=PLAIN) for work in TRAINED_LAYERS if work.length == 512 and not work.shortest),
         # Stacks.
         *(
@@ -294,13 +295,13 @@ ON_CUDA: dict[str, list[Workload]] = {
         # Pruned layers larger than the chip.
         Training("LSTM", 4608, 4, 512, dtype=f16, who=IN_GRAPHS, **PRUNED),
         *(Training("LSTM", hidden, 4, 512, dtype=f16, density=0.1, who=IN_GRAPHS) for hidden in (4608, 6144)),
-        # Recurrences with the equations of these cells.
+        # Recurrences generated from the equations of these cells.
         *(
             Training(cell, hidden, batch, 256, dtype=dtype, tf32=dtype == f32, who=IN_GRAPHS_FROM_EQUATION)
             for cell in CELLS
             for hidden, batch, dtype in ((256, 64, f32), (512, 64, bf16), (1024, 16, bf16))
         ),
-        # What resets cost, beside the same without.
+        # The cost of resets, beside the same layers without.
         Training("GRU", 512, 256, 128, dtype=bf16, resets=0.03, who=EPISODES),
         Training("GRU", 512, 256, 128, dtype=bf16, who=IN_GRAPHS),
         *(

@@ -16,14 +16,14 @@ from ostinato.bench.workloads import OURS, Workload
 # Contestants that compile kernels.
 COMPILED = re.compile(rf"^{OURS}$|kernel$|^accelerated-scan|associative_scan$|compiled|^pararnn|^torchrl|^flashrnn")
 EXTENSION = "accelerated-scan warp"  # built once for all workloads
-LARGE = 1 << 30  # bytes of an input, of which several would not fit on the GPU
-PATIENCE = 240.0  # seconds without a finished task: the compilers of some peers hang
+LARGE = 1 << 30  # bytes of an input above which the processes' tensors would not fit on the GPU together
+PATIENCE = 240.0  # seconds without a finished task before giving up: the compilers of some peers hang
 
-Task = tuple[Workload, str, tuple[str, ...]]  # with the passes
+Task = tuple[Workload, str, tuple[str, ...]]  # workload, contestant, passes
 
 
 def tasks(kinds: Sequence[str] = ()) -> list[Task]:
-    """Each workload of the GPU benchmarks, or of some kinds, with each contestant that compiles, longest first.
+    """List the workloads of all GPU benchmarks, or of some kinds, with each contestant that compiles, slowest first.
 
     PyTorch's compiler takes half a minute for a pass of some peers, so their passes are separate tasks.
     Raises ValueError for an unknown kind.
@@ -47,7 +47,7 @@ def call_once(task: Task) -> None:
     """Run a task to fill the caches; errors are left to the benchmark to report."""
     work, name, passes = task
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # as when it is measured: kernels of pruned layers are made for their mask
+    torch.manual_seed(0)  # as in `measure`: kernels of pruned layers are compiled for their mask
     with suppress(Exception):
         data = work.data(torch.device("cuda"))
         if data[0].nbytes <= LARGE:
@@ -60,12 +60,12 @@ def call_once(task: Task) -> None:
 
 
 def warm(processes: int, kinds: Sequence[str] = ()) -> Iterator[int]:
-    """Make each task's first call; yields how many tasks are left, at first and after each.
+    """Run all tasks, and yield how many are left, at first and after each.
 
-    Ends early if none is done for PATIENCE: what is left is compiled when it is measured.
+    Ends early if none finishes for PATIENCE seconds: what is left is compiled when it is measured.
     """
     waiting = tasks(kinds)
-    os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of each
+    os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in each process
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         done = pool.imap_unordered(call_once, waiting)
         yield len(waiting)

@@ -16,9 +16,9 @@ from ostinato.models import LanguageModel
 
 @dataclass(frozen=True)
 class Stage:
-    """At most ``steps`` steps on ``batch_size`` sequences of ``length``, fewer if ``accuracy`` is reached before.
+    """At most ``steps`` steps on ``batch_size`` sequences of ``length``; it ends early once ``accuracy`` is reached.
 
-    Raises ValueError for any of these three below 1.
+    Raises ValueError if one of the three integers is below 1.
     """
 
     length: int
@@ -32,7 +32,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training is, and how it did since the last look at it."""
+    """How far a training is, with the loss and accuracy averaged over the latest :meth:`TaskTrainer.advance`."""
 
     step: int
     tokens: int
@@ -45,8 +45,8 @@ class Progress:
 class TaskTrainer:
     """Trains ``model`` on sequences of ``task``, drawn anew for every step on ``device``.
 
-    AdamW without weight decay, since no data can be learned by heart; a linear warm-up of the learning rate, and a
-    cosine to zero over the last stage.
+    The optimiser is AdamW without weight decay, since no sequence comes twice and none can be memorised.  The learning
+    rate has a linear warm-up, and a cosine decay to zero over the last stage.
 
     >>> import torch
     >>> from ostinato.bench.learning.fit import Stage, TaskTrainer
@@ -85,7 +85,7 @@ class TaskTrainer:
 
     @property
     def progress(self) -> float:
-        """The part of the training that is done, 0 to 1, a stage that ends early counting whole."""
+        """The fraction of the training that is done; a stage that ended early counts as complete."""
         done = sum(stage.steps for stage in self.stages[: self.stage]) + self.stage_step
         return done / sum(stage.steps for stage in self.stages)
 
@@ -98,9 +98,9 @@ class TaskTrainer:
         return self.peak * warm_up * 0.5 * (1 + math.cos(math.pi * done))
 
     def advance(self, steps: int) -> Progress:
-        """Take ``steps`` steps, but none beyond the stage, and go on to the next stage if this one is done.
+        """Take up to ``steps`` steps of the current stage, and move on to the next stage if it is done.
 
-        The device is waited for only at the end.  Raises FloatingPointError if the loss is not finite.
+        The host waits for the device only at the end.  Raises FloatingPointError if the loss is not finite.
         """
         stage, start = self.stages[self.stage], time.perf_counter()
         steps = min(steps, stage.steps - self.stage_step)
@@ -131,9 +131,9 @@ class TaskTrainer:
 
     @torch.no_grad()
     def evaluate(self, length: int, sequences: int, *, seed: int, at_once: int = 64) -> Tensor:
-        """The share of right answers at each time step (T,), NaN where none is asked, over fresh sequences.
+        """Return the accuracy at each time step (T,), NaN where no answer is asked, on sequences drawn with ``seed``.
 
-        They are drawn with a seed of their own, so that every evaluation is of the same sequences.
+        The seed is apart from the training's, so that every evaluation sees the same sequences.
         """
         generator = torch.Generator(self.device).manual_seed(seed)
         counts = []
@@ -148,7 +148,7 @@ class TaskTrainer:
 
 
 def remember(model: LanguageModel, length: int) -> None:
-    r"""Draw the gates' biases so that the units of minGRU and minLSTM forget over many different times at first.
+    r"""Initialise the gate biases of minGRU and minLSTM so that their units forget at a wide range of time scales.
 
     The share of the state that a step replaces starts at 1/(1 + u) in a minGRU and 1/(1 + sqrt(u)) in a minLSTM, log u
     uniform from 0 to log(length): the initialisation of Tallec and Ollivier 2018 (arXiv 1804.11188), spread over the

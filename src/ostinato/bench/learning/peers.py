@@ -1,4 +1,4 @@
-"""The same model with other layers, to learn beside it."""
+"""A model with ``torch.nn``'s layers, to be trained beside the same model with ours."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ TORCH_LAYERS = {"gru": nn.GRU, "lstm": nn.LSTM}
 
 
 def with_torch_layers(model: LanguageModel) -> LanguageModel:
-    """Put ``torch.nn``'s recurrent layers in the place of ours, with the same weights, and draw no random numbers.
+    """Replace our recurrent layers by ``torch.nn``'s with the same weights, without drawing random numbers.
 
     Raises ValueError for a model of another cell than ``"gru"`` and ``"lstm"``.
 
@@ -24,9 +24,9 @@ def with_torch_layers(model: LanguageModel) -> LanguageModel:
     if cell not in TORCH_LAYERS:
         raise ValueError(f"cell must be one of {', '.join(TORCH_LAYERS)}, which torch.nn has too; got {cell!r}")
     for block in model.blocks:
-        own: Any = block.recurrent
-        layer = TORCH_LAYERS[cell](own.input_size, own.hidden_size, batch_first=True, device="meta")
-        layer.to_empty(device=own.weight_hh_l0.device)
-        layer.load_state_dict(own.state_dict())
+        ours: Any = block.recurrent
+        layer = TORCH_LAYERS[cell](ours.input_size, ours.hidden_size, batch_first=True, device="meta")
+        layer.to_empty(device=ours.weight_hh_l0.device)
+        layer.load_state_dict(ours.state_dict())
         block.recurrent = layer
     return model

@@ -1,4 +1,4 @@
-"""Draws a run from the content of its JSON file, so that figure and file cannot differ."""
+"""Draws a run from the content of its JSON file, so that plot and file cannot differ."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 from ostinato.files import replacing
 from ostinato.models import CELLS
 
-# As published for a text, to be drawn beside what is measured of it: arXiv 2410.01201, table 4.
+# Published losses on a text, drawn beside the measured ones: arXiv 2410.01201, table 4.
 PUBLISHED_TEXT = "tinyshakespeare.txt"
 PUBLISHED_LOSS = {"mingru": 1.548, "minlstm": 1.555}
 NAMES = {name: cell.__name__ for name, cell in CELLS.items()} | {"mingru": "minGRU", "minlstm": "minLSTM"}
@@ -21,17 +21,16 @@ def name_of(run: dict[str, Any]) -> str:
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Draw the run ``content`` to an image file, a PNG if its name does not say; errors as :func:`figure_of`'s."""
+    """Draw the run ``content`` to an image file, a PNG if it has no suffix.  Raises what :func:`figure_of` raises."""
     figure = figure_of(content)
     with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120, format=path.suffix[1:] or "png")  # or else its name is changed
+        figure.savefig(temporary, dpi=120, format=path.suffix[1:] or "png")  # else matplotlib would append a suffix
 
 
 def figure_of(content: dict[str, Any]) -> Any:
-    """The drawing of a run.
+    """Draw a run.
 
-    Raises ImportError without matplotlib, and ValueError if it is no run of a learning benchmark, or part of it is
-    missing.
+    Raises ImportError without matplotlib, and ValueError if ``content`` is not a complete run of a learning benchmark.
     """
     from matplotlib.figure import Figure
 
@@ -48,7 +47,7 @@ def figure_of(content: dict[str, Any]) -> Any:
 
 
 def _over_training(figure: Any, what: str) -> Iterator[tuple[Any, Callable[[list[Any]], list[float]]]]:
-    """Two panels side by side, over what is trained on and over seconds: axes, and a curve's positions along them."""
+    """Yield two panels, over what is trained on and over seconds: the axes, and a function from points to their x."""
     panels = (("tokens", 1e6, f"millions of {what} trained on"), ("seconds", 1, "seconds of training"))
     for axes, (key, unit, label) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
         axes.set_xlabel(label)
@@ -107,7 +106,7 @@ def _pruning(figure: Any, content: dict[str, Any]) -> None:
     densities = sorted({run["density"] for run in content["runs"]})
     axes.set_xticks(densities, [f"{density:.0%}" for density in densities])
     axes.minorticks_off()
-    # Without training the sparsest lose all they knew, at losses that would flatten what matters here.
+    # Pruned at once, the sparsest models forget everything; their losses would flatten the range that matters here.
     lowest = min(content["dense"]["held_out_loss"], *(run["fine_tuned_loss"] for run in content["runs"]))
     highest = max(content["dense"]["held_out_loss"], *(run["fine_tuned_loss"] for run in content["runs"]))
     axes.set_ylim(lowest - 0.05, highest + max(0.25, highest - lowest))
@@ -152,11 +151,11 @@ def _bits(figure: Any, content: dict[str, Any]) -> None:
     ):
         runs = [run for run in content["runs"] if run["question"] == question]
         for number, cell in enumerate(dict.fromkeys(run["cell"] for run in runs)):
-            own = [run for run in runs if run["cell"] == cell]
+            of_cell = [run for run in runs if run["cell"] == cell]
             axes.plot(
-                # Side by side, because several are right always.
-                [run["num_layers"] + (number - 1.5) * 0.04 for run in own],
-                [run["accuracy_beyond"] for run in own],
+                # Shifted sideways, as the curves of cells that are always right would coincide.
+                [run["num_layers"] + (number - 1.5) * 0.04 for run in of_cell],
+                [run["accuracy_beyond"] for run in of_cell],
                 "o-",
                 color=COLORS[cell],
                 label=NAMES[cell],

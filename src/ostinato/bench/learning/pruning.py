@@ -1,4 +1,4 @@
-"""Fine-tuning a language model while its recurrent weights get fewer."""
+"""Fine-tuning a language model while its recurrent weights are pruned step by step."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ PRUNE_EVERY = 10
 def fine_tune_pruning(trainer: Trainer, density: float, block: tuple[int, int]) -> Iterator[float]:
     """Train to the end of ``trainer``'s steps, yielding its progress, 0 to 1, every ten steps.
 
-    The density falls along :func:`ostinato.cubic_density` to ``density`` at half of the steps; the rest trains
+    The density falls along :func:`ostinato.cubic_density` to ``density`` at half of the steps; the other half trains
     what is left.  A density of 1 prunes nothing.
     """
     end = max(trainer.settings.steps // 2, 1)

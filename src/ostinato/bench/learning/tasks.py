@@ -1,7 +1,7 @@
-"""Sequence tasks with one right answer, drawn anew for every step, on the device that trains.
+"""Sequence tasks with one right answer, drawn anew for every step, on the training device.
 
-A task draws tokens and the answers to them, both (batch, time) int64; where nothing is asked, the answer is
-``IGNORED``, which :func:`torch.nn.functional.cross_entropy` leaves out.
+A task draws tokens and target answers, both (batch, time) int64; where no answer is asked, the target is ``IGNORED``,
+which :func:`torch.nn.functional.cross_entropy` leaves out.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class SelectiveCopying:
-    """Name ``items`` data tokens, spread at random over a sequence of noise, in their order (arXiv 2312.00752, 4.1.1).
+    """Recall ``items`` data tokens, at random places in a sequence of noise, in their order (arXiv 2312.00752, 4.1.1).
 
     Of ``length`` tokens all but ``items``, which are drawn from 1 ... vocab_size - 2, are noise, 0.  As many
     markers, vocab_size - 1, follow, each to be answered with the next of the data tokens.

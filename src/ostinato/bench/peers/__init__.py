@@ -1,8 +1,8 @@
 """The contestants: Ostinato and its peers, one function each, which prepares a workload in its best configuration.
 
 Each gets contiguous tensors in its own layout; transpositions are not timed.  One that cannot run here raises
-:class:`Unavailable` with the reason; a failure is reported and does not stop the others.  There is a file for each of
-``workloads``, and ``prepare``, what several need.
+:class:`Unavailable` with the reason; a failure is reported and does not stop the others.  There is a file for each
+kind of workload; ``prepare`` has what several of them need.
 """
 
 from ostinato.bench.peers import equation, layer, recurrent, scan
@@ -17,7 +17,7 @@ CONTESTANTS: dict[str, dict[str, Build]] = {
     **layer.CONTESTANTS,
     **recurrent.CONTESTANTS,
 }
-ON_REQUEST = {TIME_LOOP, FROM_HOST, *CELL_LOOPS.values(), *equation.LOOPS}
+ON_REQUEST = {TIME_LOOP, FROM_HOST, *CELL_LOOPS.values(), *equation.LOOPS}  # only run where a workload names them
 
 __all__ = [
     "contestants",
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def contestants(work: Workload) -> dict[str, Build]:
-    """The contestants that the workload names, or all but those on request."""
-    everyone = CONTESTANTS[work.cell]
-    names = work.who or [name for name in everyone if name not in ON_REQUEST]
-    return {name: everyone[name] for name in names if name in everyone}
+    """Return the contestants that the workload names, or all but those on request."""
+    builds = CONTESTANTS[work.cell]
+    names = work.who or [name for name in builds if name not in ON_REQUEST]
+    return {name: builds[name] for name in names if name in builds}

@@ -18,7 +18,7 @@ def ours(work: Equation, data: tuple[Tensor, ...]) -> Run:
 
 
 def time_loop(work: Equation, data: tuple[Tensor, ...]) -> Run:
-    """The coefficients of all steps, then one PyTorch operation a step."""
+    """The coefficients of all steps at once, then one PyTorch operation per step."""
     arguments, function = leaves(*data), EQUATIONS[work.cell].function
 
     def loop() -> Tensor:
@@ -35,7 +35,7 @@ def _states(a: Tensor, b: Tensor, h: Tensor) -> Iterator[Tensor]:
 
 
 def compiled_time_loop(work: Equation, data: tuple[Tensor, ...]) -> Run:
-    """The same, compiled for UNROLLED steps per call: 256, which was faster than 16 and 64."""
+    """The same loop, compiled for UNROLLED steps per call: 256 was faster than 16 and 64."""
     *sequences, parameter = data
     function = EQUATIONS[work.cell].function
 
@@ -57,7 +57,7 @@ def compiled_time_loop(work: Equation, data: tuple[Tensor, ...]) -> Run:
 
 
 def lrnnx(work: Equation, data: tuple[Tensor, ...]) -> Run:
-    """lrnnx's kernel, (B, D, T), on the gated input, the decay and its exponent, which are computed compiled."""
+    """lrnnx's kernel over (B, D, T); a compiled function computes the gated input, the decay and its exponent."""
     need_cuda(data[0])
     if work.dtype is not torch.float32:
         raise Unavailable("takes float32")
@@ -73,7 +73,7 @@ def lrnnx(work: Equation, data: tuple[Tensor, ...]) -> Run:
 
 
 def fla_hgrn(_work: Equation, data: tuple[Tensor, ...]) -> Run:
-    """flash-linear-attention's kernel, on the input and the logarithm of the gate, which are computed compiled."""
+    """flash-linear-attention's kernel; a compiled function computes its input and the logarithm of its gate."""
     need_cuda(data[0])
     chunk_hgrn = import_peer("fla.ops.hgrn", "flash-linear-attention").chunk_hgrn
     arguments = leaves(*data)

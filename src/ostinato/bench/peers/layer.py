@@ -28,7 +28,7 @@ def our_time_loop(work: Layer, data: tuple[Tensor, ...]) -> Run:
 
 
 def ours_from_host(work: Layer, data: tuple[Tensor, ...]) -> Run:
-    """The same layer, its input and output in the host's memory."""
+    """The same layer, with its input and output in the host's memory."""
     need_cuda(data[0])
     x, module = data[0].cpu(), _minimal_layer(work, data)
     return Run(lambda: module(x.to(data[0].device))[0].cpu(), has_bias=True)
@@ -45,7 +45,7 @@ def _minimal_layer(work: Layer, data: tuple[Tensor, ...]) -> Any:
 
 
 def min_rnn_pytorch(work: Layer, data: tuple[Tensor, ...], compiled: bool = False, autocast: bool = False) -> Run:
-    """minGRU-pytorch, whose layers have no bias and compute in log space: in the dtype, or in float32 with autocast."""
+    """minGRU-pytorch, whose layers have no bias and compute in log space: in the dtype, or in float32 by autocast."""
     if autocast and work.dtype is torch.float32:
         raise Unavailable("autocast is to 16 bits")
     name = {"mingru": "minGRU", "minlstm": "minLSTM"}[work.cell]
@@ -69,7 +69,7 @@ def min_rnn_pytorch(work: Layer, data: tuple[Tensor, ...], compiled: bool = Fals
 
 
 def torch_recurrent(layer_type: type[nn.GRU] | type[nn.LSTM], work: Layer, data: tuple[Tensor, ...]) -> Run:
-    """PyTorch's recurrent layer of the same size, time first as cuDNN wants it: another function, the usual choice."""
+    """PyTorch's recurrent layer of the same size, time first for cuDNN: the usual choice, though another function."""
     if work.length > 65536:
         raise Unavailable("left out above T = 65,536, where a call takes seconds")
     (x,) = leaves(time_first(data[0]).contiguous())
@@ -78,7 +78,7 @@ def torch_recurrent(layer_type: type[nn.GRU] | type[nn.LSTM], work: Layer, data:
 
 
 def torch_cell_loop(cell_type: type[nn.GRUCell] | type[nn.LSTMCell], work: Layer, data: tuple[Tensor, ...]) -> Run:
-    """PyTorch's cell in a loop over time, as one writes where no layer's kernel fits."""
+    """PyTorch's cell in a loop over time, as one writes it where no fused layer applies."""
     (x,) = leaves(time_first(data[0]).contiguous())
     cell: Any = cell_type(work.input_size, work.channels, device=x.device, dtype=work.dtype)
 

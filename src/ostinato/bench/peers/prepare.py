@@ -1,4 +1,4 @@
-"""What several contestants need: their package, their layout, a loop over time, a CUDA graph."""
+"""What several contestants need: imports of packages, layouts, a loop over time, CUDA graphs."""
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -15,6 +15,7 @@ Build = Callable[[Any, tuple[Tensor, ...]], Run]
 
 
 def import_peer(module: str, package: str) -> Any:
+    """Import a module of a peer's package; raises Unavailable if that is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -22,10 +23,12 @@ def import_peer(module: str, package: str) -> Any:
 
 
 def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return views of the tensors that are leaves of autograd's graph and require gradients."""
     return tuple(x.detach().requires_grad_() for x in tensors)
 
 
 def compile_anew(function: Callable) -> Callable:
+    """Compile a function after a reset, as beyond a few shapes the compiler would silently fall back to eager mode."""
     torch.compiler.reset()
     torch._functorch.config.donated_buffer = False  # the backward pass is timed many times over one graph
     return torch.compile(function)
@@ -42,7 +45,7 @@ def time_first(x: Tensor) -> Tensor:
 def over_time(
     step: Callable[[Any, Any], tuple[Tensor, Any]], inputs: Iterable[Any], state: Any, dim: int = 0
 ) -> Tensor:
-    """The outputs of a loop of ``output, state = step(input, state)``."""
+    """Stack the outputs of a loop of ``output, state = step(input, state)``."""
     outputs = []
     for x in inputs:
         output, state = step(x, state)
@@ -56,7 +59,7 @@ def need_cuda(x: Tensor) -> None:
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:
-    """The function as a CUDA graph, whose replays write to the same tensors."""
+    """Capture the function in a CUDA graph, whose replays all write to the same tensors."""
     replay, result = capture(function)
 
     def replayed() -> Any:

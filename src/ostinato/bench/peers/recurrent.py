@@ -18,17 +18,17 @@ PLANNED = "is what the plan chooses"  # why a kernel is not measured under its o
 
 
 def ours(path: KernelPath | None, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
-    """Our layer, by the kernel that its plan chooses, or that of a given path."""
+    """Our layer in the kernel that its plan chooses, or in that of a given path."""
     layer = work.layer(data)
-    kind = {"resets": work.resets > 0, "packed": work.shortest > 0}
-    asked = partial(layer.plan, work.batch, training=work.trained, steps=work.length, **kind)
-    plan = asked()
+    options = {"resets": work.resets > 0, "packed": work.shortest > 0}
+    make_plan = partial(layer.plan, work.batch, training=work.trained, steps=work.length, **options)
+    plan = make_plan()
     if path is not None:
         need_cuda(data[0])
         if plan.path == path:
             raise Unavailable(PLANNED)
         layer._forced_path = path
-        plan = asked()
+        plan = make_plan()
         if plan.path != path:
             raise Unavailable(plan.reason)
     resets: dict[str, Any] = {"resets": work.resets_of(data)} if work.resets else {}
@@ -38,10 +38,10 @@ def ours(path: KernelPath | None, work: RecurrentLayer, data: tuple[Tensor, ...]
 
 
 def torch_layer(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
-    """``torch.nn``'s layer; on NVIDIA GPUs cuDNN's, with the batch padded if that enables its persistent kernels.
+    """``torch.nn``'s layer; on NVIDIA GPUs this is cuDNN, with the batch padded if that enables its persistent kernels.
 
-    These take float16, multiples of 8 sequences, and no GRU.  Pruned layers are dense ones with zeros.  Sequences with
-    resets are split into episodes at every call, as resets differ between batches.
+    These need float16, a multiple of 8 sequences, and an RNN or LSTM.  Pruned layers run as dense ones with zeros.
+    Sequences with resets are split into episodes at every call, as resets differ between batches.
     """
     layer = work.torch_layer(data, work.dtype)
     persistent = data[0].is_cuda and work.dtype is torch.float16 and work.cell != "GRU" and work.is_plain
@@ -57,7 +57,7 @@ def torch_layer(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
 
 
 def loop_of_steps(sparse: bool, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
-    """A loop over time of a product and PyTorch's fused gates, in a CUDA graph unless sparse."""
+    """A loop over time of a matrix product and PyTorch's fused gates, in a CUDA graph unless the product is sparse."""
     x, first = data[0], [state[0] for state in data[1 : 1 + work.states]]
     need_cuda(x)
     if work.trained or not work.is_plain:
@@ -89,7 +89,7 @@ def loop_of_steps(sparse: bool, work: RecurrentLayer, data: tuple[Tensor, ...]) 
             h = torch.tanh_(step.add_(multiply(h)) if sparse else step.addmm_(h, transposed))
         return steps
 
-    if sparse:  # captured twice in a process, cuSPARSE reads freed memory
+    if sparse:  # not captured: a second capture in a process makes cuSPARSE read freed memory
         return Run(torch.no_grad()(steps))
     return Run(captured(torch.no_grad()(steps)))
 
@@ -109,7 +109,7 @@ def torchrl(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
 
     def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         first = [F.pad(state[0][:, None], (0, 0, 0, work.length - 1)) for state in states]
-        if resets is not None:  # at the first step it hides the given state, too
+        if resets is not None:  # a reset at the first step discards the initial state, too
             first = [state.where(~begins[..., None], 0.0) for state in first]
         results = function(x.transpose(0, 1), *first, *weights, begins, input_precision=precision)
         return results[0].transpose(0, 1), *(state[None] for state in results[-len(states) :])
@@ -118,9 +118,9 @@ def torchrl(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
 
 
 def flashrnn(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
-    """FlashRNN's persistent kernel, or for a GRU, which that has not, its steps of a product and the gates.
+    """FlashRNN's persistent kernel; or, for a GRU, which that does not support, its loop of a product and the gates.
 
-    The input's product gives the gates of a unit side by side, as the persistent kernel reads them.
+    For the persistent kernel, the input's product has the gates of each unit adjacent in memory.
     """
     need_cuda(data[0])
     functions = import_peer("flashrnn.flashrnn.flashrnn", "flashrnn")
@@ -151,7 +151,7 @@ def flashrnn(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
         if persistent:
             steps = F.linear(x, weight_ih.transpose(0, 1).flatten(0, 1)).unflatten(-1, (hidden, gates)).mT
             bias = bias_ih + bias_hh
-        else:  # its gates are the candidate's hidden part, reset, update and, of the input, reset, update, candidate
+        else:  # its order is candidate, reset, update in weight_hh, and reset, update, candidate in the input's product
             steps = F.linear(x, weights[0]).unflatten(-1, (gates, hidden))
             weight_hh = weight_hh[[2, 0, 1]]
             bias = torch.cat((bias_hh[2:], (bias_ih + bias_hh)[:2], bias_ih[2:]))
@@ -186,7 +186,7 @@ RECURRENCES = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
 
 
 def from_equation(backend: str, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
-    """A user's own recurrence with the layer's equation, in generated kernels or, by "torch", in a loop."""
+    """The layer's equation as a user would write it, in generated kernels or, with the backend "torch", in a loop."""
     if not (work.is_plain and work.density == 1):
         raise Unavailable("written for one dense layer and direction, not packed, without resets")
     recurrence, hidden = RECURRENCES[work.cell], work.hidden
@@ -208,7 +208,7 @@ def from_equation(backend: str, work: RecurrentLayer, data: tuple[Tensor, ...]) 
 
 
 def in_a_graph(build: Build, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
-    """Another contestant's pass as a CUDA graph."""
+    """Another contestant, with its pass captured in a CUDA graph."""
     need_cuda(data[0])
     run = build(work, data)
     if run.gradients is None:

@@ -52,7 +52,7 @@ def compiled_associative_scan(work: Scan, data: tuple[Tensor, ...]) -> Run:
 
 
 def time_loop(work: Scan, data: tuple[Tensor, ...]) -> Run:
-    """One PyTorch operation a time step."""
+    """One PyTorch operation per time step."""
     if work.length > 4096:
         raise Unavailable("left out above T = 4,096")
     a, b = leaves(*(time_first(x).contiguous() for x in data))

@@ -1,7 +1,7 @@
 """The workloads: random inputs, minimal work, hardware limit, and float64 reference of what is computed.
 
 =============  ===================================================================
-``run``        what a contestant prepares of a workload
+``run``        what a contestant prepares for a workload
 ``scan``       scans, bound by the memory
 ``equation``   linear recurrences given by their equation, bound by the memory
 ``layer``      minGRU, minLSTM, ParaGRU and ParaLSTM, bound by a GEMM

@@ -16,7 +16,7 @@ from ostinato.kernels.scan import reference
 
 @ostinato.recurrence
 def invented(x: Tensor, r: Tensor, i: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
-    """A recurrence that no library has, with as many tensors as RG-LRU."""
+    """A made-up recurrence that no library implements, with as many tensors as RG-LRU."""
     a = torch.exp(-rate * F.softplus(r))
     return a, (1 - a) * torch.tanh(i) * x
 
@@ -50,11 +50,11 @@ class Equation(MemoryBound):
         return self.batch * self.length
 
     def tensors(self, pass_name: str) -> int:
-        """Forward inputs and h; backward both, the gradient in, and those of the inputs."""
+        """Forward: the inputs and h; backward: these, the gradient of h, and those of the inputs."""
         return (1 if pass_name == "forward" else 2) * (len(self.inputs) + 1)
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Pre-activations, normal, and a parameter in (0, 1), or, of RG-LRU, for decays in (0.3, 0.996) a step."""
+        """Draw normal pre-activations and a parameter in (0, 1); RG-LRU's gives decays in (0.3, 0.996) per step."""
         shape = self.batch, self.length, self.channels
         sequences = (torch.randn(shape, device=device, dtype=self.dtype) for _ in self.inputs)
         parameter = torch.rand(self.channels, device=device)

@@ -1,4 +1,4 @@
-"""Layers whose recurrence is channel by channel, bound by the GEMM of their pre-activations."""
+"""Layers with a diagonal recurrence, bound by the GEMM of their pre-activations."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -42,7 +42,7 @@ class Layer:
         return GATES[self.cell]
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
-        """x, the weight (gates * H, input_size) and the bias, all random."""
+        """Draw x, the weight (gates * H, input_size) and the bias."""
         rows = self.gates * self.channels
         x = torch.randn(self.batch, self.length, self.input_size, device=device, dtype=self.dtype)
         weight = torch.randn(rows, self.input_size, device=device, dtype=self.dtype) * self.input_size**-0.5
@@ -88,7 +88,7 @@ class ParaLayer(Layer):
         return f"{self.cell} ({self.batch}, {self.length}, {self.input_size}) to {self.channels} tf32"
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
-        """As a layer's, and the diagonal recurrent weights of each gate, and of an LSTM's peepholes."""
+        """Draw the tensors of a :class:`Layer`, then the diagonal recurrent weights and an LSTM's peepholes."""
         vectors = 3 if self.cell == "ParaGRU" else 5
         recurrent = torch.randn(vectors, self.channels, device=device) * self.channels**-0.5
         return *super().data(device), *recurrent

@@ -1,4 +1,4 @@
-"""RNN, GRU and LSTM, dense and pruned, with gradients and without."""
+"""RNN, GRU and LSTM, dense and pruned, in inference and training."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ RECURRENT = {"RNN": (ostinato.RNN, nn.RNN), "GRU": (ostinato.GRU, nn.GRU), "LSTM
 
 @dataclass(frozen=True)
 class RecurrentLayer:
-    """Stacked RNNs, GRUs or LSTMs over (T, B, H), with as many inputs as hidden units, with or without gradients.
+    """A stack of RNN, GRU or LSTM layers over (T, B, H), with as many inputs as hidden units, trained or not.
 
-    Gradients are those of the input, the initial states and all parameters, given those of the output and last states.
+    Gradients are those of the input, the initial states and all parameters, given those of the output and final states.
     """
 
     cell: str
@@ -38,8 +38,8 @@ class RecurrentLayer:
     layers: int = 1
     bidirectional: bool = False
     shortest: int = 0  # steps of the shortest of packed sequences, whose lengths are evenly spaced; 0 packs none
-    network: str = ""  # whose layers these are
-    resets: float = 0.0  # share of the steps with which an episode begins
+    network: str = ""  # the published network that has these layers
+    resets: float = 0.0  # share of the steps that begin an episode
 
     unit = "steps"
     limit_name = "hardly any recurrent weights"
@@ -64,7 +64,7 @@ class RecurrentLayer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one layer and direction, without packing and resets."""
+        """Whether this is one layer and direction, without packing or resets."""
         return (self.layers, self.bidirectional, self.shortest, self.resets) == (1, False, 0, 0.0)
 
     @property
@@ -102,7 +102,7 @@ class RecurrentLayer:
         return (lengths > torch.arange(self.length)[:, None]).sum(1)
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
-        """x, the initial states, gradients of the output and of the last states, resets, and parameters and masks."""
+        """Draw x, the initial states, gradients of the output and final states, resets, and parameters and masks."""
         sizes = self.batch_sizes
         steps = (self.length, self.batch) if sizes is None else (int(sizes.sum()),)
         states = [(self.layers * self.directions, self.batch, self.hidden)] * self.states
@@ -126,13 +126,13 @@ class RecurrentLayer:
         return data[-len(self.names) - 1] if self.resets else None
 
     def layer(self, data: tuple[Tensor, ...]) -> Any:
-        """Our layer."""
+        """Make our layer with the weights of :meth:`data`."""
         layer = self._make(RECURRENT[self.cell][0], data[0].device, self.dtype)
         layer.load_state_dict(self.state_dict(data))
         return layer
 
     def torch_layer(self, data: tuple[Tensor, ...], dtype: torch.dtype) -> Any:
-        """``torch.nn``'s, with the same weights, zeros included, in one contiguous buffer for cuDNN."""
+        """Make ``torch.nn``'s layer with the same weights, pruned ones as zeros, in one contiguous buffer for cuDNN."""
         layer = self._make(RECURRENT[self.cell][1], data[0].device, dtype)
         layer.load_state_dict(self.state_dict(data), strict=False)
         flatten_weights(layer)
@@ -143,13 +143,13 @@ class RecurrentLayer:
         return layer_type(self.hidden, self.hidden, **stack, device=device, dtype=dtype)
 
     def apply(self, layer: Any, x: Tensor, *states: Tensor, **resets: Any) -> tuple[Tensor, ...]:
-        """The output, packed or padded as x, and the last states, of a layer with ``torch.nn``'s interface."""
+        """Return the output, packed or padded like x, and the final states of a layer with ``torch.nn``'s interface."""
         sizes, lstm = self.batch_sizes, self.cell == "LSTM"
         output, last = layer(x if sizes is None else PackedSequence(x, sizes), states if lstm else states[0], **resets)
         return output if sizes is None else output.data, *(last if lstm else (last,))
 
     def apply_torch(self, layer: Any, data: tuple[Tensor, ...], x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        """As :meth:`apply` for one of ``torch.nn``'s layers, which runs each episode separately if there are resets."""
+        """Apply one of ``torch.nn``'s layers like :meth:`apply`, to each episode separately if there are resets."""
         resets, lstm = self.resets_of(data), self.cell == "LSTM"
         if resets is None:
             return self.apply(layer, x, *states)
@@ -165,7 +165,7 @@ class RecurrentLayer:
         return output.unflatten(0, (self.length, self.batch)), *last
 
     def run(self, call: Callable[..., tuple[Tensor, ...]], data: tuple[Tensor, ...], weights: Iterable[Tensor]) -> Run:
-        """The run of a function from x and the initial states to the output and last states, and of its weights."""
+        """Prepare a function of x and the initial states that returns the output and final states, and its weights."""
         count, weights = self.states, tuple(weights)
         inputs = tuple(tensor.detach().requires_grad_(self.trained) for tensor in data[: 1 + count])
         grads = data[1 + count : 2 + 2 * count]
@@ -180,7 +180,7 @@ class RecurrentLayer:
         return self.length
 
     def limit(self, data: tuple[Tensor, ...]) -> Run:
-        """Our own layer with one weight left per row: the input's GEMM, the exchange of states, and the gates."""
+        """Our layer with one recurrent weight kept per row: the input's GEMM, the exchange of states, and the gates."""
         layer = self.layer(data)
         ostinato.prune(layer, 1 / self.hidden, block=self.block)
         return Run(lambda: layer(data[0])[0])

@@ -1,4 +1,4 @@
-"""What a contestant prepares: a computation to be timed and checked."""
+"""What a contestant prepares for a workload: a computation to be timed and checked."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,17 +19,19 @@ class Run:
     """A prepared computation: what is timed, and how its tensors map to (B, T, channels)."""
 
     call: Callable[[], Tensor]  # the output
-    inputs: tuple[Tensor, ...] = ()  # what gradients are taken of: the data, then parameters
+    inputs: tuple[Tensor, ...] = ()  # what is differentiated by: the data, then parameters
     layout: Callable[[Tensor], Tensor] = lambda x: x  # from its own layout to (B, T, channels) and back
     has_bias: bool = False
     same_function: bool = True  # False for a layer that computes something else, such as nn.GRU
     plan: dict[str, Any] = field(default_factory=dict)  # how our own layer runs
     forward_only: str = ""  # why no other pass is measured
-    gradients: Callable[[], tuple[Tensor, ...]] | None = None  # forward and backward pass, if not autograd's of call
+    gradients: Callable[[], tuple[Tensor, ...]] | None = (
+        None  # runs forward and backward, if not by autograd through `call`
+    )
     weights: tuple[Tensor, ...] = ()  # which change between calls, as in training
 
     def prepare(self, pass_name: str) -> Callable[[], Any]:
-        """The function to time; without inputs to differentiate, every pass is the call itself."""
+        """Return the function to time; without inputs to differentiate by, every pass is the call itself."""
         if pass_name == "forward+backward" and self.gradients is not None:
             return self.gradients
         if pass_name == "forward" or not self.inputs:
@@ -44,7 +46,7 @@ class Run:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Change all weights, as an optimiser would, which invalidates all that was derived from them."""
+        """Change all weights as an optimiser would, so that whatever was derived from them is out of date."""
         for weight in self.weights:
             weight.neg_()  # keeps their distribution
 
@@ -54,7 +56,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def short_name(name: str) -> str:
-    """A workload's name as tables show it, where it has to fit on one line."""
+    """Abbreviate a workload's name for tables, where it has to fit on one line."""
     name = name.replace("mingru", "MinGRU").replace("minlstm", "MinLSTM")
     for long, short in (("bfloat16", "bf16"), ("float", "fp"), ("linear_scan ", ""), (") to ", ") → ")):
         name = name.replace(long, short)

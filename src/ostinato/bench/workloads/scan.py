@@ -1,4 +1,4 @@
-"""Scans, and what they share with all that is bound by the memory."""
+"""Scans, and the base class of workloads that are bound by the memory bandwidth."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ from ostinato.kernels.scan import reference
 
 
 class MemoryBound:
-    """Reads and writes tensors of (B, T, D) once each; the limit is the memory bandwidth that an addition reaches."""
+    """A workload that reads or writes (B, T, D) tensors once each; an addition's memory bandwidth is its limit."""
 
     passes = ("forward", "backward")
     unit = "bytes"
@@ -27,7 +27,7 @@ class MemoryBound:
         raise NotImplementedError
 
     def tensors(self, pass_name: str) -> int:
-        """The number of such tensors that a pass must read or write."""
+        """The number of (B, T, D) tensors that a pass must read or write."""
         raise NotImplementedError
 
     def work(self, pass_name: str) -> int:
@@ -80,7 +80,7 @@ class Scan(MemoryBound):
         return int(self.lengths.sum())
 
     def tensors(self, pass_name: str) -> int:
-        """Forward a, b and h; backward a, h and three gradients."""
+        """Forward: a, b and h; backward: a, h and three gradients."""
         return 3 if pass_name == "forward" else 5
 
     def cu_seqlens(self, device: torch.device) -> Tensor | None:
@@ -90,7 +90,7 @@ class Scan(MemoryBound):
         return F.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
-        """a in (0, 1), b, normal, and resets, (B, T)."""
+        """Draw a, uniform in (0, 1), b, normal, and the reset mask (B, T) if there are resets."""
         batch, length = (1, self.steps) if self.shortest else (self.batch, self.length)
         shape = (batch, self.channels, length) if self.time_contiguous else (batch, length, self.channels)
         a = torch.rand(shape, device=device, dtype=self.dtype)
@@ -99,7 +99,7 @@ class Scan(MemoryBound):
         return (a.mT, b.mT, *resets) if self.time_contiguous else (a, b, *resets)
 
     def resets_of(self, data: tuple[Tensor, ...]) -> Tensor | None:
-        """Before which steps of :meth:`data` the state is zero; None for none."""
+        """The reset mask of :meth:`data`, true at the steps before which the state is zero; None without resets."""
         return data[2] if self.resets else None
 
     def reference(self, inputs: list[Tensor], data: tuple[Tensor, ...], _channels: list[int], _bias: bool) -> Tensor:
