@@ -1,4 +1,4 @@
-"""The command line.  Commands import what they need when they run: for its help only PyTorch is waited for."""
+"""The command line.  Commands import what they need when they run, so that help texts wait for PyTorch only."""
 
 import os
 import sys
@@ -44,7 +44,7 @@ def options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; what a user can mend ends as one line on stderr and exit code 1, usage errors as 2."""
+    """Run the command line; errors that a user can fix end as one line on stderr and exit code 1, usage errors as 2."""
     try:
         app(arguments)
     except OSError as error:
@@ -54,6 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _fail(error: Exception, message: str) -> None:
+    """Print the first line of a message, and exit; under torchrun, also record the error for its report."""
     first_line = message.strip().partition("\n")[0]
     process = ""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun reports what the first process to fail has written there

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def plain_console(**options: Any) -> "Console":
-    """A rich console that shows strings as they are: a path may hold what rich takes for markup, as "runs/[old]"."""
+    """Return a rich console that prints strings as they are: in a path, rich would take "runs/[old]" for markup."""
     from rich.console import Console
 
     return Console(highlight=False, markup=False, emoji=False, **options)

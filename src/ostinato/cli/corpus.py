@@ -1,4 +1,4 @@
-"""The text of a training: read, found again, and told apart from another."""
+"""The text of a training run: reading it, finding it again on resuming, and telling it apart from other texts."""
 
 import hashlib
 from pathlib import Path
@@ -9,16 +9,16 @@ if TYPE_CHECKING:
 
 
 def read_text(text: Path | None) -> "Corpus":
-    """A file's or folder's text, or the standard library's."""
+    """Read the text of a file or folder, or else the source of Python's standard library."""
     from ostinato.text import read_corpus, standard_library
 
     return read_corpus(text) if text else standard_library()
 
 
 def place_of_text(checkpoint: Path, saved: object) -> Path | None:
-    """Where a checkpoint says that its training's text is; None for the standard library.
+    """Return the path of the text that a checkpoint was trained on; None for the standard library.
 
-    Raises ValueError for what is no path, or if nothing is there, as in another working directory.
+    Raises ValueError if `saved` is not a path, or nothing is there, as in another working directory.
     """
     if saved is not None and not isinstance(saved, str):
         raise ValueError(f"{checkpoint}: expected the path of the text that it was trained on; got {saved!r}")
@@ -28,5 +28,5 @@ def place_of_text(checkpoint: Path, saved: object) -> Path | None:
 
 
 def digest_of(corpus: "Corpus") -> str:
-    """What tells this text from another."""
+    """Return a hash that tells this text apart from others."""
     return hashlib.sha256(corpus.text.encode()).hexdigest()

@@ -29,11 +29,11 @@ def demo(
     """
     from ostinato.files import check_folder
 
-    where = choose_device(device)
+    chosen = choose_device(device)
     check_folder(output)
     console = plain_console()
-    _train_and_write(console, where, seconds, output / "model.safetensors")
-    _compare_times(console, where, output)
+    _train_and_write(console, chosen, seconds, output / "model.safetensors")
+    _compare_times(console, chosen, output)
 
 
 def _train_and_write(console: "Console", device: "torch.device", seconds: float, path: Path) -> None:
@@ -51,7 +51,7 @@ def _train_and_write(console: "Console", device: "torch.device", seconds: float,
     corpus = replace(corpus, text=corpus.text.replace(INDENT, "\t"))
     vocabulary = Vocabulary.of(corpus.text)
     settings = TrainingSettings(
-        steps=1_000_000,  # the time ends it
+        steps=1_000_000,  # `seconds` ends it
         seconds=seconds,
         batch_size=8,
         chunk_length=128,

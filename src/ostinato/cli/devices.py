@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Precision = Annotated[str, typer.Option(help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU that has it.")]
 
-LEAVING = 0.2  # seconds in which a job's threads let go of its tensors
+RELEASE_SECONDS = 0.2  # in which gloo's threads release the tensors of the last collectives
 
 
 def choose_device(name: str) -> "torch.device":
-    """The device called ``name``; "auto" is the accelerator if there is one, the CPU otherwise.
+    """Return the device called ``name``; "auto" is the accelerator if there is one, else the CPU.
 
     Raises ValueError if PyTorch cannot use it here.
     """
@@ -32,7 +32,7 @@ def choose_device(name: str) -> "torch.device":
         if device.type != "meta":
             return device
         reason = "it holds no numbers"
-    except NotImplementedError:  # torch lists all its backends
+    except NotImplementedError:  # its message lists all of torch's backends
         reason = "this PyTorch was built without it"
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
@@ -41,11 +41,11 @@ def choose_device(name: str) -> "torch.device":
 
 @contextmanager
 def joined_job(name: str) -> "Iterator[torch.device]":
-    """This process's device; each of several that torchrun started has its own.
+    """Yield this process's device; under torchrun, each process has its own.
 
-    For the block they are one job: a default process group, NCCL between GPUs and gloo between CPUs.
+    Within the block, torchrun's processes share a default process group: NCCL between GPUs, gloo between CPUs.
 
-    Raises ValueError if PyTorch cannot use the device here, or there are fewer than processes.
+    Raises ValueError if PyTorch cannot use the device here, or there are fewer devices than processes.
     """
     device = choose_device(name)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -73,16 +73,16 @@ def joined_job(name: str) -> "Iterator[torch.device]":
     except typer.Exit:
         _leave_job()
         raise
-    # After any other error the rest of the job may be gone, and would be waited for.
+    # Not after any other error: the other processes may be gone, and leaving would wait for them.
     _leave_job()
 
 
 def _leave_job() -> None:
-    """Destroy the process group, and let gloo's threads release the tensors of the last collectives.
+    """Destroy the process group, and give gloo's threads time to release the tensors of the last collectives.
 
-    They need the interpreter for it, are not waited for, and abort the process if the interpreter is ending by then.
+    They need the interpreter for that and cannot be joined; if it is shutting down by then, they abort the process.
     """
     from torch import distributed
 
     distributed.destroy_process_group()
-    time.sleep(LEAVING)
+    time.sleep(RELEASE_SECONDS)

@@ -27,18 +27,18 @@ def generate(
 
     if length < 1:
         raise ValueError(f"length must be at least 1; got {length}")
-    where = choose_device(device)
+    chosen = choose_device(device)
     loaded = load_checkpoint(checkpoint)
     if prompt is None:
         prompt = "\n" if "\n" in loaded.vocabulary.characters else loaded.vocabulary.characters[0]
     if not prompt:
         raise ValueError("prompt must have at least one character; got none")
-    tokens = loaded.vocabulary.encode(prompt).to(where)
+    tokens = loaded.vocabulary.encode(prompt).to(chosen)
     if seed is not None and not 0 <= seed < 1 << 63:
         raise ValueError(f"seed must be at least 0 and below 2**63; got {seed}")
-    generator = torch.Generator(where)
+    generator = torch.Generator(chosen)
     generator.seed() if seed is None else generator.manual_seed(seed)
-    written = loaded.model.to(where).generate(
+    written = loaded.model.to(chosen).generate(
         tokens[None], length, temperature=temperature, top_k=top_k, generator=generator
     )
     print(prompt, end="")

@@ -1,4 +1,4 @@
-"""The picture of a run, beside its file."""
+"""The plot of a run, beside its file."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def plot_beside(console: "Console", content: dict[str, Any], path: Path) -> Path | None:
-    """Draw a run beside its JSON file, if matplotlib is here."""
+    """Draw a run beside its JSON file and return the image's path; without matplotlib, print a note and return None."""
     from importlib.util import find_spec
 
     from ostinato.bench import plots

@@ -1,4 +1,4 @@
-"""A training under a progress bar, until it is done or a signal stops it."""
+"""Training under a progress bar, until it is done or a signal stops it."""
 
 import math
 import signal
@@ -26,7 +26,7 @@ def show_progress(
     on_point: Callable[["Point"], None],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Train to the end, or until ``interrupted``, under a progress bar; ``on_point`` gets each point of the curve."""
+    """Train under a progress bar to the end or until ``interrupted``; ``on_point`` gets each point of the curve."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from ostinato.processes import agree
@@ -57,7 +57,7 @@ def show_progress(
             steps = max(round(steps * 0.25 / seconds), 1)
             if trainer.step % every == 0 or trainer.progress == 1:
                 point = trainer.evaluate()
-                on_point(point)  # before it is shown, as nobody may be there to see
+                on_point(point)  # before printing, which fails if the terminal is gone
                 progress.console.print(
                     f"step {point.step:6,}  train {point.train_loss:.4f} nats  held out {point.held_out_loss:.4f} "
                     f"nats, {bits(point.held_out_loss):.4f} bits per character  {point.seconds:,.0f} s",
@@ -66,17 +66,17 @@ def show_progress(
 
 
 def train_or_save(trainer: "Trainer", console: "Console", keep: Callable[["Point | None"], None], advice: str) -> None:
-    """Train to the end, under a progress bar; ``keep`` gets each point of the curve.
+    """Train to the end, under a progress bar; ``keep`` gets each point of the loss curve.
 
-    A signal to stop, and the loss of the terminal or pipe that stdout is, end it too: with ``keep(None)``, the
-    ``advice`` and exit code 130.
+    If a signal or the loss of stdout (its terminal or pipe) ends it early, call ``keep(None)``, print ``advice``, and
+    exit with code 130.
     """
     with stop_on_interrupt() as interrupted:
         reason = ""
         try:
             show_progress(trainer, console, keep, interrupted)
-        except (OSError, SystemExit) as error:  # of a broken pipe rich makes a SystemExit
-            if getattr(error, "filename", None) is not None:  # a file's, and not stdout's
+        except (OSError, SystemExit) as error:  # rich turns a broken pipe into a SystemExit
+            if getattr(error, "filename", None) is not None:  # the error is a file's, not stdout's
                 raise
             reason = f" ({error.strerror})" if isinstance(error, OSError) else ""
             console = plain_console(stderr=True, soft_wrap=True)
@@ -88,19 +88,19 @@ def train_or_save(trainer: "Trainer", console: "Console", keep: Callable[["Point
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C (or SIGTERM, or SIGHUP) into a flag that is read between steps; a second stops at once.
+    """Turn the first Ctrl-C (or SIGTERM, or SIGHUP) into a flag that is read between steps; a second stops at once.
 
-    What is ignored, as SIGHUP under nohup, stays so.
+    Signals that are ignored, such as SIGHUP under nohup, stay ignored.
     """
     received = []
 
-    def note(number: int, frame: object) -> None:
+    def record(number: int, frame: object) -> None:
         received.append(number)
         signal.signal(number, previous[number])
 
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
     previous: dict[int, Any] = {
-        number: signal.signal(number, note) for number in numbers if signal.getsignal(number) != signal.SIG_IGN
+        number: signal.signal(number, record) for number in numbers if signal.getsignal(number) != signal.SIG_IGN
     }
     try:
         yield lambda: bool(received)

@@ -1,4 +1,4 @@
-"""``ostinato prune``: a trained GRU or LSTM with fewer recurrent weights, and what that costs."""
+"""``ostinato prune``: prunes the recurrent weights of a trained GRU or LSTM, and shows what that costs."""
 
 import copy
 from dataclasses import replace
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 def prune(
     checkpoint: Annotated[Path, typer.Argument(help="best.safetensors or last.safetensors of a training.")],
-    density: Annotated[str, Option(help="Part of the recurrent weights to keep; or one for each gate: 0.05,0.05,0.2.")],
-    block: Annotated[str, Option(help="What is pruned as one: 1x1, 16x1 or 8x4 weights.")] = "1x1",
+    density: Annotated[
+        str, Option(help="Fraction of the recurrent weights to keep; or one for each gate: 0.05,0.05,0.2.")
+    ],
+    block: Annotated[str, Option(help="Weights that are pruned together: 1x1, 16x1 or 8x4.")] = "1x1",
     keep_diagonal: Annotated[
-        bool, Option("--keep-diagonal", help="Keep every unit's weight to itself beyond the density.")
+        bool, Option("--keep-diagonal", help="Also keep every unit's weight to itself, beyond the density.")
     ] = False,
     input_weights: Annotated[bool, Option("--input-weights", help="Prune the input weights too.")] = False,
     finetune: Annotated[int, Option(help="Steps to train what is left.")] = 0,
-    learning_rate: Annotated[float, Option(help="AdamW's for that, at its highest.")] = 1e-3,
+    learning_rate: Annotated[float, Option(help="AdamW's peak learning rate for that.")] = 1e-3,
     text: Annotated[
         Path | None,
         Option(help="A UTF-8 file, or a folder of them.", show_default="what the model was trained on"),
@@ -35,7 +37,7 @@ def prune(
     output: Annotated[
         Path | None, Option(help="The pruned model's file.", show_default="CHECKPOINT-pruned.safetensors")
     ] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it is there.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
     device: Device = "auto",
     precision: Precision = "auto",
 ) -> None:
@@ -57,13 +59,13 @@ def prune(
     check_integers(0, finetune=finetune)
     loaded = load_checkpoint(checkpoint)
     output = output or checkpoint.with_stem(f"{checkpoint.stem}-pruned")
-    check_file(output)  # after the checkpoint, whose folder, if it is not there, this would make
+    check_file(output)  # after loading, as this would create the folder of a checkpoint that does not exist
     if output.exists() and not overwrite:
         raise ValueError(f"{output} is there already: expected another --output, or --overwrite")
     if loaded.model.settings["cell"] not in ("gru", "lstm"):
         raise ValueError(f"{checkpoint}: expected a gru or lstm to prune; got a {loaded.model.settings['cell']}")
     settings = _settings(checkpoint, loaded, finetune, learning_rate)
-    ostinato.prune(copy.deepcopy(loaded.model), **options)  # complains before the work begins
+    ostinato.prune(copy.deepcopy(loaded.model), **options)  # raises before the work begins
     tokens = loaded.vocabulary.encode(_text_of(checkpoint, loaded, text))
     trainer = Trainer(loaded.model, tokens, settings, device=choose_device(device), precision=precision)
 
@@ -95,7 +97,7 @@ def _densities(text: str) -> float | list[float]:
 
 
 def _settings(path: Path, loaded: "Checkpoint", finetune: int, learning_rate: float) -> "TrainingSettings":
-    """Of fine-tuning for so many steps; else those of the training, without which held-out parts would differ."""
+    """Return the settings of fine-tuning; all others are the training's, so that the held-out part is the same."""
     from ostinato.training import TrainingSettings
 
     try:
@@ -113,7 +115,7 @@ def _settings(path: Path, loaded: "Checkpoint", finetune: int, learning_rate: fl
 
 
 def _text_of(path: Path, loaded: "Checkpoint", text: Path | None) -> str:
-    """The text to take the held-out loss of: by default the very one of the training."""
+    """Return the text to take the held-out loss of: by default that of the training, which must not have changed."""
     corpus = read_text(text or place_of_text(path, loaded.training.get("text")))
     if text is None and "digest" in loaded.training and digest_of(corpus) != loaded.training["digest"]:
         raise ValueError(f"{corpus.source}: expected the text that {path} was trained on; it differs")

@@ -1,4 +1,4 @@
-"""A training with its text: described in a few lines, saved, and its loss curve written."""
+"""A training run with its text: its summary, its checkpoints and its loss curve."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A training and its text."""
+    """A training run and its text."""
 
     trainer: "Trainer"
     vocabulary: "Vocabulary"
@@ -21,7 +21,7 @@ class Run:
     text: Path | None
 
     def summary(self) -> str:
-        """Text, model and training, each in a line."""
+        """Describe text, model and training, one line each."""
         from ostinato.bench.runs import device_name
 
         trainer, corpus = self.trainer, self.corpus
@@ -42,6 +42,7 @@ class Run:
         )
 
     def save(self, path: Path, weights_only: bool = False) -> None:
+        """Write a checkpoint; with `weights_only` it has no optimiser state to resume from."""
         from ostinato.checkpoint import Checkpoint, save_checkpoint
 
         state, tensors = self.trainer.state()
@@ -51,7 +52,7 @@ class Run:
         )
 
     def write_curve(self, path: Path) -> None:
-        """The loss curve and what it is the curve of, as JSON."""
+        """Write the loss curve, with its environment, model and settings, as JSON."""
         from ostinato.bench.runs import environment, write_json
 
         trainer = self.trainer

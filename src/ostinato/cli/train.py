@@ -1,4 +1,4 @@
-"""``ostinato train``: a character language model, from any text."""
+"""``ostinato train``: trains a character language model on any text."""
 
 import os
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ostinato.models import LanguageModel
     from ostinato.training import Point, Trainer, TrainingSettings
 
-CELLS = (  # those of ostinato.models, which is too slow to import for a help text
+CELLS = (  # as in ostinato.models, which is too slow to import for a help text
     "mingru",
     "minlstm",
     "gru",
@@ -65,10 +65,10 @@ def train(
     steps: Annotated[int, Training(help="Steps to train.")] = 3000,
     batch_size: Annotated[int, Training(help="Chunks a step.")] = 64,
     chunk_length: Annotated[int, Training(help="Characters a chunk.")] = 256,
-    learning_rate: Annotated[float, Training(help="AdamW's, at its highest.")] = 4e-3,
+    learning_rate: Annotated[float, Training(help="AdamW's peak learning rate.")] = 4e-3,
     final_rate: Annotated[float, Training(help="Share of it left at the end of the cosine.")] = 0.05,
     warmup_steps: Annotated[int, Training(help="Steps of linear warm-up.")] = 100,
-    weight_decay: Annotated[float, Training(help="AdamW's, for matrices.")] = 0.1,
+    weight_decay: Annotated[float, Training(help="AdamW's weight decay, for matrices only.")] = 0.1,
     beta2: Annotated[float, Training(help="AdamW's second momentum.")] = 0.98,
     clip_norm: Annotated[float, Training(help="Largest norm of the gradient.")] = 1.0,
     held_out: Annotated[float, Training(help="Share of the text, at its end, never trained on.")] = 0.1,
@@ -121,7 +121,7 @@ def train(
 def _train(
     run: Run, console: "Console", output: Path, resume: Path | None, overwrite: bool, curve: Path | None
 ) -> None:
-    """Train to the end; of several processes the first prints and writes."""
+    """Train to the end; of several processes, only the first prints and writes."""
     from ostinato.files import check_file, check_folder, is_stream, locked
     from ostinato.processes import is_first
 
@@ -132,7 +132,7 @@ def _train(
         check_file(curve)
 
     def keep(point: "Point | None") -> None:
-        # The best before the last: a run that goes on from an older last comes by its best once more.
+        # Best before last: if interrupted in between, a run resumed from the older last reaches the same best again.
         if point and point.held_out_loss <= min(other.held_out_loss for other in trainer.curve):
             run.save(best, weights_only=True)
         run.save(last)
@@ -143,11 +143,11 @@ def _train(
         if is_first():
             check_folder(output)
         with locked(output) if is_first() else nullcontext():
-            goes_on = resume is not None and last.exists() and last.samefile(resume)
-            there = next((path for path in (last, best) if path.exists()), None)
-            if is_first() and there and not goes_on and not overwrite:
-                going_on = f"--resume {last}, " if there == last else ""
-                raise ValueError(f"{there} is there already: expected {going_on}another --output, or --overwrite")
+            continues = resume is not None and last.exists() and last.samefile(resume)
+            existing = next((path for path in (last, best) if path.exists()), None)
+            if is_first() and existing and not continues and not overwrite:
+                resuming = f"--resume {last}, " if existing == last else ""
+                raise ValueError(f"{existing} is there already: expected {resuming}another --output, or --overwrite")
             console.print(run.summary())
             train_or_save(trainer, console, keep, f"To go on:  ostinato train --resume {last}")
     else:
@@ -156,7 +156,7 @@ def _train(
         return
     if curve:
         run.write_curve(curve)
-    if not best.exists() and resume:  # the lowest loss was that of the run it went on from
+    if not best.exists() and resume:  # the lowest loss is that of the run it was resumed from
         best = resume.with_name(best.name)
     lowest = min(trainer.curve, key=lambda point: point.held_out_loss)
     console.print(
@@ -166,7 +166,7 @@ def _train(
 
 
 def _check_apart(curve: Path, text: Path | None, checkpoints: tuple[Path | None, ...]) -> None:
-    """The curve must not replace a checkpoint, nor become part of the text: a run that goes on has to find both."""
+    """Raise ValueError if the curve would replace a checkpoint or become part of the text, which --resume needs."""
     target, source = curve.resolve(), text and text.resolve()
     if target in (path.resolve() for path in checkpoints if path):
         raise ValueError(f"curve must be another file than the checkpoints, which it would replace; got {curve}")
@@ -197,7 +197,7 @@ def _start(context: typer.Context, text: Path | None, machine: dict[str, Any]) -
 def _check_memory(
     batch_size: int, *, width: int, num_layers: int, expansion: float, conv_kernel: int, mlp_ratio: float, **_: Any
 ) -> None:
-    """Raise ValueError before a model, or the places of a step's chunks, take more memory than the machine has."""
+    """Raise ValueError if the model, or the positions of a step's chunks, would exceed the machine's memory."""
     from ostinato.checks import check_integers
 
     check_integers(width=width, num_layers=num_layers, conv_kernel=conv_kernel)
@@ -226,11 +226,11 @@ def _resume(context: typer.Context, path: Path, text: Path | None, machine: dict
         source, digest = saved["text"], saved["digest"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected the state of a training; {type(error).__name__}: {error}") from None
-    steps, given = settings.steps, {name for name in context.params if _is_given(context, name)}
+    steps, set_options = settings.steps, {name for name in context.params if _is_given(context, name)}
     for name, value in {**checkpoint.model.settings, **asdict(settings)}.items():
-        if name in given - {"steps"} and context.params[name] != value:
+        if name in set_options - {"steps"} and context.params[name] != value:
             raise ValueError(f"{name} of {path} is {value}; got {context.params[name]}, and only steps can change")
-    if "steps" in given and context.params["steps"] != settings.steps:
+    if "steps" in set_options and context.params["steps"] != settings.steps:
         settings = replace(settings, steps=context.params["steps"])
     if text is None:
         text = place_of_text(path, source)
@@ -254,17 +254,18 @@ def _trainer(
     from ostinato.training import Trainer
 
     if machine["graph"] is None:
-        where = (machine[name] for name in ("device", "compile", "mesh", "accumulate"))
-        machine = machine | {"graph": Trainer.can_capture(*where)}
+        conditions = (machine[name] for name in ("device", "compile", "mesh", "accumulate"))
+        machine = machine | {"graph": Trainer.can_capture(*conditions)}
     return Trainer(model, tokens, settings, **machine)
 
 
 def _options(context: typer.Context, panel: str) -> dict[str, Any]:
-    """The values of a help panel's options: those of "Model" are LanguageModel's, of "Training" TrainingSettings'."""
+    """Return the options of a help panel: "Model" has LanguageModel's arguments, "Training" TrainingSettings'."""
     names = [option.name for option in context.command.params if getattr(option, "rich_help_panel", None) == panel]
     return {name: context.params[name] for name in names if name}
 
 
 def _is_given(context: typer.Context, option: str) -> bool:
+    """Whether an option was set by the user, rather than by default."""
     source = context.get_parameter_source(option)
     return source is not None and source.name != "DEFAULT"

@@ -1,4 +1,4 @@
-"""``ostinato bench learning``: what the layers learn, each result one command with a fixed seed."""
+"""``ostinato bench learning``: what the layers learn; each command reproduces one result with a fixed seed."""
 
 from pathlib import Path
 from typing import Annotated

@@ -30,7 +30,7 @@ Quick = Annotated[bool, Option("--quick", help="A tiny model for a few steps: sh
 
 
 class LearningRun:
-    """One command's run: its file, which is written again as the run grows, its plot, and Ctrl-C."""
+    """The run of one command: writes its file as the run grows, draws its plot, and handles Ctrl-C."""
 
     def __init__(self, name: str, path: Path | None, device: str, seed: int, quick: bool) -> None:
         from ostinato.bench.runs import environment, path_for, plot_for
@@ -54,14 +54,14 @@ class LearningRun:
         self._interrupted = self._interruptible.__enter__()
         return self
 
-    def __exit__(self, kind: type | None, *rest: Any) -> None:
-        self._interruptible.__exit__(kind, *rest)
-        if kind is None:
+    def __exit__(self, error_type: type | None, *rest: Any) -> None:
+        self._interruptible.__exit__(error_type, *rest)
+        if error_type is None:
             self._write()
             self._draw()
 
     def save(self) -> None:
-        """What there is so far; a stream takes but one content, at the end."""
+        """Write what there is so far; a stream is written only once, at the end."""
         if not self._to_stream:
             self._write()
 
@@ -71,6 +71,7 @@ class LearningRun:
         write_json(self.path, self.content)
 
     def stop_if_interrupted(self) -> None:
+        """Exit with code 130 after Ctrl-C."""
         if self._interrupted():
             self.console.print(
                 f"Interrupted; {self.path} has what was finished." if self.path.is_file() else "Interrupted."
@@ -106,6 +107,7 @@ class LearningRun:
 
 
 def chosen_cells(names: str) -> list[str]:
+    """Split the names of cells at commas; raises ValueError for an unknown one."""
     from ostinato.models import CELLS
 
     cells = names.split(",")

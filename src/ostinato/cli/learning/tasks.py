@@ -1,4 +1,4 @@
-"""What is learned of tasks with one right answer: selective copying, and questions about strings of bits."""
+"""Learning tasks with one right answer: selective copying, and questions about strings of bits."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from ostinato.bench.learning.fit import Progress, Stage, TaskTrainer
 
-ADVANCED = 50  # steps between looks at a training
-TESTED = 5 * ADVANCED  # between tests of copying
+REPORT_EVERY = 50  # steps
+TEST_EVERY = 5 * REPORT_EVERY  # steps between tests of copying
 
 
 def copying(
@@ -28,7 +28,7 @@ def copying(
     device: Device = "auto",
     json: Json = None,
 ) -> None:
-    """Selective copying: which tokens, among thousands of noise, in which order; lengths grow by stages."""
+    """Selective copying: recall a few tokens among thousands of noise, in order; lengths grow in stages."""
     import torch
 
     from ostinato.bench.learning.fit import TaskTrainer, remember
@@ -74,9 +74,9 @@ def copying(
 
 
 def _follow_copying(run: LearningRun, trainer: "TaskTrainer", row: dict[str, Any], length: int, sequences: int) -> None:
-    """Train to the end; the curve of the `row` is tested on so many sequences of the full length."""
+    """Train to the end, and add to the curve of `row` the accuracy on `sequences` sequences of the full length."""
     for point in _trained(run, trainer, row["cell"]):
-        if trainer.stage_step % TESTED:  # 0, too, where a stage has ended
+        if trainer.stage_step % TEST_EVERY:  # 0 also where a stage has ended
             continue
         accuracy = trainer.evaluate(length, sequences, seed=run.seed + 1)[length:].mean().item()
         row["curve"].append({**asdict(point), "accuracy": accuracy})
@@ -97,11 +97,11 @@ def _curriculum(length: int, items: int, steps: int) -> "list[Stage]":
 
 
 def _trained(run: LearningRun, trainer: "TaskTrainer", name: str) -> "Iterator[Progress]":
-    """Train to the end, and yield where the training is every few steps."""
+    """Train to the end, and yield the progress every few steps."""
     with run.progress() as progress:
         bar = progress.add_task(name, total=1.0)
         while not trainer.finished:
-            point = trainer.advance(10 if run.quick else ADVANCED)
+            point = trainer.advance(10 if run.quick else REPORT_EVERY)
             what = f"{name}  length {point.length:,}  loss {point.train_loss:.3f}"
             progress.update(bar, completed=trainer.progress, description=what)
             run.stop_if_interrupted()
@@ -167,7 +167,7 @@ def bits(
 def _trainer_of_bits(
     run: LearningRun, question: str, cell: str, depth: int, stage: "Stage", learning_rate: float
 ) -> "TaskTrainer":
-    """Of a model in which nothing but the recurrence may look back."""
+    """Make the trainer of a model in which only the recurrence reaches back in time: it has no convolution."""
     import torch
 
     from ostinato.bench.learning.fit import TaskTrainer, remember
@@ -182,7 +182,7 @@ def _trainer_of_bits(
 
 
 def _accuracies(right: "Tensor", trained: int) -> dict[str, Any]:
-    """Shares of right answers at each length: up to the one trained on, beyond it, and by groups of lengths."""
+    """Average the accuracy over the lengths trained on, over those beyond, and over groups of eight."""
     return {
         "accuracy_within": right[:trained].mean().item(),
         "accuracy_beyond": right[trained:].mean().item(),

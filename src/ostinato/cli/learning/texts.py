@@ -1,4 +1,4 @@
-"""What is learned of a text: characters by each layer, and by an LSTM that is pruned."""
+"""Learning a text character by character: with each of the layers, and with an LSTM that is pruned."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,7 +23,7 @@ Blocks = Annotated[int, Option(help="Blocks.")]
 BatchSize = Annotated[int, Option(help="Chunks a step.")]
 ChunkLength = Annotated[int, Option(help="Characters a chunk.")]
 
-# For `--quick`.
+# With `--quick`.
 TINY_MODEL: dict[str, Any] = {"width": 32, "num_layers": 2}
 TINY_TRAINING: dict[str, Any] = {
     "steps": 30,
@@ -68,7 +68,7 @@ def characters(
         for cell, layer in chosen:
             if layer == "torch.nn" and cell not in TORCH_LAYERS:
                 continue
-            fresh_trainer(cell, layer).advance(1)  # compiles what is compiled at first use, which is no learning
+            fresh_trainer(cell, layer).advance(1)  # compiles the kernels, whose time is not the training's
             trainer = fresh_trainer(cell, layer)
             row: dict[str, Any] = {"cell": cell, "layer": layer, **_describe(trainer)}
             run.content["runs"].append(row)
@@ -84,10 +84,10 @@ def characters(
 
 def pruning(
     text: Text,
-    densities: Annotated[str, Option(help="Parts of the recurrent weights to keep.")] = "0.5,0.3,0.2,0.1,0.05",
+    densities: Annotated[str, Option(help="Fractions of the recurrent weights to keep.")] = "0.5,0.3,0.2,0.1,0.05",
     steps: Annotated[int, Option(help="Steps to train the dense model.")] = 1000,
     finetune: Annotated[int, Option(help="Steps to train each pruned one; the first half prunes.")] = 300,
-    learning_rate: Annotated[float, Option(help="AdamW's for those, at its highest.")] = 1e-3,
+    learning_rate: Annotated[float, Option(help="AdamW's peak learning rate for those.")] = 1e-3,
     width: Width = 384,
     num_layers: Blocks = 3,
     batch_size: BatchSize = 64,
@@ -103,7 +103,7 @@ def pruning(
 
     from ostinato.checks import check_integers
 
-    chosen = _densities(densities)  # complains before the work begins
+    chosen = _densities(densities)  # raises before the work begins
     check_integers(1, finetune=finetune)
     with LearningRun("pruning", json, device, seed, quick) as run:
         sizes = {"width": width, "num_layers": num_layers}
@@ -145,7 +145,7 @@ def pruning(
 
 
 class _Dense(NamedTuple):
-    """A trained model, copies of which are pruned, and how these are trained."""
+    """A trained dense model, copies of which are pruned, and the settings of their fine-tuning."""
 
     run: LearningRun
     model: "LanguageModel"
@@ -173,7 +173,7 @@ class _Dense(NamedTuple):
         return tuned
 
     def pruned(self, density: float, name: str, what: str) -> dict[str, Any]:
-        """What is measured of a density in the blocks of a name: pruned at once, and while it trains."""
+        """Measure the losses of pruning to a density in named blocks: at once, and step by step while fine-tuning."""
         import ostinato
         from ostinato.masks import block_named, kept_weights
 
@@ -211,7 +211,10 @@ def _trainer(
     precision: str,
     change: "Callable[[LanguageModel], LanguageModel] | None" = None,
 ) -> "Trainer":
-    """For a model of these sizes on a text, tiny and short if quick; the model changed before it is moved."""
+    """Make the trainer of a model on a text; `change` is applied to the model before it moves to the device.
+
+    A quick run replaces sizes and settings by tiny ones.
+    """
     import torch
 
     from ostinato.models import LanguageModel
@@ -234,7 +237,7 @@ def _trainer(
 
 
 def _tokens(text: Path) -> "tuple[torch.Tensor, int]":
-    """The text's characters as tokens, and how many there are to tell apart."""
+    """Return the text's characters as tokens, and the size of the vocabulary."""
     from ostinato.text import Vocabulary, read_corpus
 
     corpus = read_corpus(text)
