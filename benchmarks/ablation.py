@@ -1,9 +1,9 @@
-"""What each optimisation of the persistent kernels is worth: the same layers with one switched off at a time.
+"""Measures what each optimisation of the persistent kernels is worth, by switching off one at a time.
 
     python benchmarks/ablation.py --output benchmarks/results/ablation-gpu.json
 
-A switch replaces a few words of the kernels' source before it is compiled, so the kernels themselves have none.  Every
-variant is held against float64 before it is timed, as in ``ostinato bench persistent``.
+A switch replaces text in the kernels' source before it is compiled, so the kernels themselves need no switches.  Every
+variant is checked against float64 before it is timed, as in ``ostinato bench persistent``.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 
-LAYERS = (  # and the kernel that runs them
+LAYERS = (  # each with the kernel that runs it
     (RecurrentLayer("GRU", 1024, 16, dtype=torch.bfloat16, who=(OURS,)), "dense"),
     (RecurrentLayer("LSTM", 768, 16, who=(OURS,)), "dense"),
     (RecurrentLayer("LSTM", 2304, 4, who=(OURS,), **PRUNED), "block"),
@@ -31,7 +31,7 @@ LAYERS = (  # and the kernel that runs them
     (RecurrentLayer("LSTM", 2304, 4, density=0.1, who=(OURS, KERNELS[1])), "sparse"),
 )
 COUNTER = """
-__device__ unsigned arrived[1024];  // blocks of a group, of all steps and launches so far
+__device__ unsigned arrived[1024];  // by group: arrivals of blocks, over all steps and launches so far
 
 __device__ inline unsigned count(int group) {
     unsigned count;
@@ -60,13 +60,13 @@ UPDATE = "        units.update(rows, product, sums, state, iteration);\n"
 TAKE = "if (READS_AHEAD && !weights.is_in_registers(tile)) {"
 WIDE = '@p " LOAD_STATE ".v2.b64 {%0, %1}, [" address "];"'
 ALL = ("dense", "block", "sparse")
-# What is switched off, of which kernels, and how: what stands in the source, and what is put in its place.
+# By the name of the optimisation: the kernels that have it, and the replacements in their source that switch it off.
 SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "weights on the chip": (  # but in the second-level cache
+    "weights on the chip": (  # instead, they are read from the L2 cache
         ("dense",),
         {TAKE: f"return weights.memory.load(tile); {TAKE}"},
     ),
-    "states as their own flags": (  # but a counter, raised when a block's states are visible to the others
+    "states as their own flags": (  # instead, a counter that a block increments when its states are visible
         ALL,
         {
             KERNEL: COUNTER + KERNEL,
@@ -81,15 +81,15 @@ SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     ),
     "prefetches": (ALL, {"if (iteration + PREFETCH < p.steps)": "if (false)"}),
     "waiting before the first look": (ALL, {WAIT: ""}),
-    "columns in the order of banks": (("block", "sparse"), {}),  # which Python packs
+    "columns in the order of banks": (("block", "sparse"), {}),  # the order is chosen in Python, see below
 }
 
 
 @contextmanager
 def switched_off(name: str) -> Iterator[None]:
-    """Compile the kernels without an optimisation, or as they are for "".
+    """Compile kernels without the named optimisation, or unchanged for "".
 
-    Raises RuntimeError if nothing was compiled so: kernels that were kept would be timed as they are.
+    Raises RuntimeError if a replacement was never made: the kernels would then have been timed unchanged.
     """
     source, substitutions = nvrtc.source, SWITCHES[name][1] if name else {}
     replaced: set[str] = set()
@@ -112,26 +112,26 @@ def switched_off(name: str) -> Iterator[None]:
 
 
 def _forget_kernels() -> None:
-    for kept in (cuda_launch.kernels, cuda_launch._launch_of):
-        kept.cache_clear()
+    for cached in (cuda_launch.kernels, cuda_launch._launch_of):
+        cached.cache_clear()
 
 
 def variant(work: RecurrentLayer, path: str, name: str) -> float:
-    """Microseconds a step of a layer without an optimisation."""
+    """Measure the microseconds a step of a layer without an optimisation."""
     with switched_off(name):
         (record,) = measure(work, torch.device("cuda"), 1.0)
     outcome = record["contestants"][work.who[-1]]
     if "unavailable" not in outcome:
         assert outcome["plan"]["path"] == path, outcome
         return outcome["microseconds_a_step"]
-    assert record["contestants"][OURS]["plan"]["path"] == path, outcome  # the one asked for is the one that was chosen
+    assert record["contestants"][OURS]["plan"]["path"] == path, outcome  # the kernel asked for is the plan's own choice
     return record["contestants"][OURS]["microseconds_a_step"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="the JSON file")
-    parser.add_argument("--processes", type=int, default=14, help="that compile beforehand")
+    parser.add_argument("--processes", type=int, default=14, help="that compile the kernels beforehand")
     arguments = parser.parse_args()
     content = {**environment(torch.device("cuda")), "results": []}
     tasks = [

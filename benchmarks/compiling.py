@@ -23,7 +23,7 @@ from ostinato.minimal.recurrences import GATES, recurrence_of
 
 f32, bf16 = torch.float32, torch.bfloat16
 H200 = {"multi_processor_count": 132, "shared_memory_per_block_optin": 227 << 10, "regs_per_multiprocessor": 1 << 16}
-TIMES = 3
+REPETITIONS = 3
 SCANS = (
     *((8, 4096, 1536), (2, 100000, 384), (3, 5000, 1000), (128, 512, 256), (1, 65536, 256), (8, 2048, 255)),
     *((1, 2**20, 64), (1, 2**18, 16), (4, 2**20, 8), (1, 3_000_000, 7), (1, 2**24, 1)),
@@ -38,7 +38,7 @@ def scans() -> Iterator[tuple[str, launch.Scan]]:
     for batch, steps, channels in SCANS:
         strides = ((steps * channels, channels, 0),)
         for dtype, backward, masked in ((d, b, m) for d in (f32, bf16) for b in (False, True) for m in (False, True)):
-            given = problem.Problem(
+            scan = problem.Problem(
                 "LinearScan" + "Backward" * backward,
                 dtype,
                 0,
@@ -46,7 +46,7 @@ def scans() -> Iterator[tuple[str, launch.Scan]]:
                 *(strides * n for n in ((3, 2) if backward else (2, 1))),
                 resets=(steps, 1, 0) if masked else None,
             )
-            yield f"{given.element} {dtype} {(batch, steps, channels)}{' resets' * masked}", launch.Scan(given)
+            yield f"{scan.element} {dtype} {(batch, steps, channels)}{' resets' * masked}", launch.Scan(scan)
 
 
 def minimal() -> Iterator[tuple[str, launch.Scan]]:
@@ -59,18 +59,21 @@ def minimal() -> Iterator[tuple[str, launch.Scan]]:
 
 
 def sources() -> Iterator[tuple[str, Source]]:
-    """Every kernel by name, as it is chosen for an H200."""
-    caught: list[Source] = []
+    """Yield every kernel's name and source, as the heuristics choose it for an H200.
+
+    Functions that need a GPU are replaced for the rest of the process: kernels are recorded instead of loaded.
+    """
+    recorded: list[Source] = []
 
     def load(name: str, code: str, macros: Any, device: int) -> Any:
-        caught.append((code, macros, "sm_90"))
+        recorded.append((code, macros, "sm_90"))
         return SimpleNamespace(prepared=lambda *_, **__: None)
 
     nvrtc.load_kernel = load  # type: ignore[assignment]
     problem.describe_device = lambda index: Device(132, 4.9e12, 227 << 10, 228 << 10, True)  # type: ignore[assignment]
     for name, scan in (*scans(), *minimal()):
         launch._prepare(scan.problem, scan.problem.dtype, 0)
-        yield name, caught[-1]
+        yield name, recorded[-1]
     for cell in ("mingru", "minlstm"):
         recurrence = recurrence_of(cell, "positive", False)
         yield f"{cell} with its product", (projected.source(recurrence), projected.macros(recurrence, bf16), "sm_90a")
@@ -85,10 +88,10 @@ def sources() -> Iterator[tuple[str, Source]]:
 
 
 def seconds(kernel: Source) -> tuple[float, int]:
-    """The least of a few compilations, and bytes of code."""
+    """Return the least CPU time of a few compilations, and the bytes of machine code."""
     code, macros, arch = kernel
     least, size = float("inf"), 0
-    for _ in range(TIMES):
+    for _ in range(REPETITIONS):
         start = time.process_time()
         size = len(nvrtc.compile_cubin(code, arch, dict(macros)))
         least = min(least, time.process_time() - start)
@@ -96,7 +99,7 @@ def seconds(kernel: Source) -> tuple[float, int]:
 
 
 if __name__ == "__main__":
-    # Where there is a driver, NVRTC keeps the machine code of what it compiled, also of an equal program.
+    # With a driver present, NVRTC caches machine code, also for another program with the same source.
     core.ProgramOptions = functools.partial(core.ProgramOptions, no_cache=True)
     part = sys.argv[1] if len(sys.argv) > 1 else ""
     rows = [(*seconds(kernel), name) for name, kernel in sources() if part in name]

@@ -1,16 +1,17 @@
-"""The cost of the exchange between the shards of a sequence on many GPUs: a simulation, message by message.
+"""Simulates, message by message, the exchange between the shards of a sequence on many GPUs.
 
     python benchmarks/exchange.py --output benchmarks/results/exchange-simulated.json
 
-Every process has P and L of its shard and needs its carry.  Three algorithms:
+Every process has the product P of its shard's coefficients and its local last state L, and needs the state carried into
+its shard.  Three algorithms:
 
     ring       an all-gather that passes messages around a ring, R - 1 times
     doubling   an all-gather by recursive doubling: log2(R) rounds, whose messages double
     log-step   a scan over the processes by recursive doubling, whose messages are composed and so do not grow
 
-The last is computed, too, and compared with a scan in one process.  A message costs ``latency + bytes / rate``, with
+The last is also computed, and compared with a scan in one process.  A message costs ``latency + bytes / rate``, with
 one latency and rate inside a machine and another between machines.  An exchange also has a fixed cost, which was
-measured: an all-gather of 2 x 256 floats on two H200 took 32 microseconds.  INPUTS says what else is measured.
+measured: an all-gather of 2 x 256 floats on two H200 took 32 microseconds.  INPUTS says which others are measured.
 """
 
 import argparse
@@ -34,19 +35,20 @@ INPUTS = {
     "scan_share": 0.8,  # of that rate, what a scan reaches; measured 0.79 to 0.83
     "host_seconds": 0.4e-3,  # measured 0.36 to 0.50: what a call takes on the host before and after its own scan
 }
-BYTES = 16  # of P and L of a channel, both in float64
+BYTES = 16  # per channel: P and L, both in float64
 PROCESSES = (2, 8, 64, 256, 1024, 4096)
 WIDTHS = (256, 1024, 8192)
 
 
 def hop(sender: int, receiver: int, size: int) -> float:
+    """Seconds of one message of `size` bytes."""
     machine = INPUTS["gpus_a_machine"]
     link = INPUTS["inside" if sender // machine == receiver // machine else "between"]
     return link["latency"] + size / link["rate"]
 
 
 def ring(processes: int, size: int) -> tuple[float, int]:
-    """Seconds until the last process has all messages, and the bytes that each receives."""
+    """Seconds until the last process has all messages, and the bytes that each process receives."""
     ready = [0.0] * processes  # when a process has what it sends next
     hops = [hop(rank - 1 if rank else processes - 1, rank, size) for rank in range(processes)]
     for _ in range(processes - 1):
@@ -95,7 +97,11 @@ def largest_error(processes: int) -> float:
     return (log_step_states(P, L) - states[0]).abs().max().item()
 
 
-WAYS: dict[str, Callable[[int, int], tuple[float, int]]] = {"ring": ring, "doubling": doubling, "log-step": log_step}
+ALGORITHMS: dict[str, Callable[[int, int], tuple[float, int]]] = {
+    "ring": ring,
+    "doubling": doubling,
+    "log-step": log_step,
+}
 
 
 def main() -> None:
@@ -106,10 +112,10 @@ def main() -> None:
     for width in WIDTHS:
         for processes in PROCESSES:
             row: dict[str, Any] = {"processes": processes, "channels": width}
-            for name, way in WAYS.items():
-                seconds, received = way(processes, BYTES * width)
+            for name, algorithm in ALGORITHMS.items():
+                seconds, received = algorithm(processes, BYTES * width)
                 row[name] = {"seconds": INPUTS["exchange_seconds"] + seconds, "bytes": received}
-            steps = 1 << 30 - int(math.log2(width))  # as many as make 2^30 elements a GPU
+            steps = 1 << 30 - int(math.log2(width))  # 2^30 elements per GPU
             scan = 3 * 4 * steps * width / (INPUTS["memory_rate"] * INPUTS["scan_share"])
             best = min(row[name]["seconds"] for name in ("ring", "doubling"))
             row["steps"] = steps

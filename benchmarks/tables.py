@@ -1,10 +1,10 @@
-"""Writes what was measured into README.md and docs/: tables between markers, and plots, all from benchmarks/results/.
+"""Writes the measured figures of benchmarks/results/ into README.md and docs/: tables between markers, and plots.
 
-    python benchmarks/tables.py            writes what is out of date
-    python benchmarks/tables.py --check    names it, and exits with 1 if there is any
+    python benchmarks/tables.py            rewrites the files that are out of date
+    python benchmarks/tables.py --check    names them, and exits with 1 if there are any
 
 A table stands between ``<!-- figures: NAME -->`` and ``<!-- /figures -->``, NAME one of TABLES.  No other measured
-figure belongs in those files; tests/test_docs.py holds them to that.
+figure belongs in those files; tests/test_docs.py checks that.
 """
 
 import io
@@ -46,17 +46,17 @@ PLOTS: dict[str, Callable[[Record], Any]] = {
 
 
 def with_plot(table: Callable[[str], str], name: str, what: str, folder: str = "../plots") -> str:
-    """A table of a run, then the run's plot."""
+    """Return a table of a run, followed by the run's plot."""
     return f"{table(name)}\n{runs.plot(name, what, folder)}"
 
 
 def plot_alone(name: str, what: str) -> str:
-    """The plot of a run, and where its figures come from."""
+    """Return the plot of a run, and where its figures come from."""
     return f"{runs.plot(name, what)}\n{runs.source(name)}\n"
 
 
-def of_device(device: str) -> dict[str, Callable[[], str]]:
-    """The tables that there are of GPUs and of CPUs."""
+def tables_of_device(device: str) -> dict[str, Callable[[], str]]:
+    """The tables that exist for GPUs as well as for CPUs."""
     return {
         f"headlines-{device}": partial(headlines, device),
         f"expected-{device}": partial(expected, device),
@@ -77,8 +77,8 @@ def of_device(device: str) -> dict[str, Callable[[], str]]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **of_device("gpu"),
-    **of_device("cpu"),
+    **tables_of_device("gpu"),
+    **tables_of_device("cpu"),
     "claims": papers.claims,
     "cpu-or-gpu": partial(papers.cpu_or_gpu, "mingru"),
     **{f"papers-{name}": partial(papers.sweep, name) for name in papers.SWEEPS},
@@ -145,7 +145,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def svg(name: str) -> str:
-    """The plot of a run: text that is the same at every run of one Matplotlib."""
+    """Draw the plot of a run as SVG, which is reproducible with one version of Matplotlib."""
     import matplotlib
 
     buffer = io.StringIO()
@@ -155,7 +155,7 @@ def svg(name: str) -> str:
 
 
 def table_of(name: str) -> str:
-    """As it should stand on a page, which says so if the run is still to be made."""
+    """Return a table as a page should have it, or a note if the run is still to be made."""
     try:
         return TABLES[name]()
     except FileNotFoundError:
@@ -163,17 +163,18 @@ def table_of(name: str) -> str:
 
 
 def with_tables(text: str) -> str:
-    """A page with its tables as they should be."""
+    """Return a page with all of its tables up to date."""
     return BLOCK.sub(lambda match: f"{match[1]}\n{table_of(match[2])}\n{match[4]}", text)
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """README.md and the pages of docs/, and what they should be."""
+    """Yield README.md and the pages of docs/, each with its up-to-date text."""
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         yield path, with_tables(path.read_text())
 
 
 def plotted() -> Iterator[tuple[Path, str]]:
+    """Yield the files of the plots, each with its up-to-date content."""
     for name in PLOTS:
         if runs.measured(name):
             yield ROOT / "docs" / "plots" / f"{name}.svg", svg(name)

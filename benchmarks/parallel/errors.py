@@ -18,7 +18,7 @@ from ostinato.training import Trainer, TrainingSettings
 from parallel.job import GATES, Job, Record, gates, relative
 
 SCANS = "linear_scan", "log_linear_scan"
-# Of smooth candidates: rounding takes a number to the other side of a kink now and then.
+# With smooth candidates: at a kink, rounding now and then takes a number to the other side.
 PARALLEL: dict[str, dict[str, str]] = {"MinGRU": {"candidate": "tanh"}, "MinLSTM": {"candidate": "tanh"}, "RGLRU": {}}
 TRAINED = {
     "GRU": lambda: ostinato.GRU(32, 64, 2, batch_first=True),
@@ -37,18 +37,18 @@ WRAPS: dict[str, Callable] = {
 
 
 def correctness(job: Job) -> Record:
-    """The largest errors, relative to the largest value, of float32 results from one process's in float64."""
-    found = {}
+    """Compare float32 results of all processes with one process's in float64: largest errors over largest values."""
+    errors = {}
     for name, kind, packed, reverse in itertools.product(SCANS, GATES, (False, True), (False, True)):
         case = f"{name}, {kind}{', packed' * packed}{', reversed' * reverse}"
-        found[case] = job.worst(*error_of_scan(job, name, kind, packed, reverse))
+        errors[case] = job.worst(*error_of_scan(job, name, kind, packed, reverse))
     for cell in PARALLEL:
-        found[cell] = job.worst(*error_of_layer(job, cell))
-    return {"max_relative_errors": found}
+        errors[cell] = job.worst(*error_of_layer(job, cell))
+    return {"max_relative_errors": errors}
 
 
 def uneven(job: Job) -> list[int]:
-    """The steps of each process's shard, the last one's too few to be scanned before the exchange."""
+    """The steps of each process's shard; the last has too few to be scanned before the exchange."""
     lengths = [10_007] * job.size
     lengths[0], lengths[-1] = lengths[0] + 9001, lengths[-1] - 9001
     return lengths
@@ -67,8 +67,8 @@ def error_of_scan(job: Job, name: str, kind: str, packed: bool, reverse: bool) -
     whole = [x.double().requires_grad_() for x in (a, b, h0)]
     mine = [x.split(sizes, 1)[job.rank].clone().requires_grad_() for x in (a, b)] + [h0.clone().requires_grad_()]
     expected = getattr(ostinato, name)(*whole, resets=resets, **options)
-    own = {**options, "resets": resets.split(sizes, 1)[job.rank], "group": job.world}
-    results = getattr(ostinato.distributed, name)(*mine, **own)
+    shard_options = {**options, "resets": resets.split(sizes, 1)[job.rank], "group": job.world}
+    results = getattr(ostinato.distributed, name)(*mine, **shard_options)
     weights = job.random(1, total, 64, seed=5)
     grads = torch.autograd.grad((expected[0] * weights.double()).sum(), whole)
     parts = torch.autograd.grad((results[0] * weights.split(sizes, 1)[job.rank]).sum(), mine)
@@ -82,30 +82,30 @@ def error_of_layer(job: Job, cell: str) -> list[float]:
     torch.manual_seed(0)
     layer = getattr(ostinato, cell)(32, 64, 2, batch_first=True, **PARALLEL[cell]).to(job.device)
     x, weights = job.random(2, sum(sizes), 32, seed=6), job.random(2, sum(sizes), 64, seed=7)
-    parts_of = ostinato.distributed.sequence_parallel(copy.deepcopy(layer), job.world)
+    sharded = ostinato.distributed.sequence_parallel(copy.deepcopy(layer), job.world)
     exact = copy.deepcopy(layer).double()
     expected = exact(x.double())[0]
     (expected * weights).sum().backward()
-    y = parts_of(x.split(sizes, 1)[job.rank])[0]
+    y = sharded(x.split(sizes, 1)[job.rank])[0]
     (y * weights.split(sizes, 1)[job.rank]).sum().backward()
     errors = [relative(y, expected.split(sizes, 1)[job.rank])]
-    for one, several in zip(exact.parameters(), parts_of.parameters(), strict=True):
+    for one, several in zip(exact.parameters(), sharded.parameters(), strict=True):
         distributed.all_reduce(several.grad)
         errors.append(relative(several.grad, one.grad))
     return errors
 
 
 def training(job: Job) -> Record:
-    """The error of each layer's outputs against one process's after four steps of AdamW, by DDP and by FSDP2."""
-    found = {}
+    """Compare each layer's outputs after four steps of AdamW, by DDP and by FSDP2, with those of one process."""
+    results = {}
     for cell, wrap in itertools.product(TRAINED, WRAPS):
         error, moved = error_of_training(job, cell, wrap)
-        found[f"{cell}, {wrap}"] = {"max_relative_error": job.worst(error), "relative_change": job.worst(moved)}
-    return {"four_steps_of_adamw": found}
+        results[f"{cell}, {wrap}"] = {"max_relative_error": job.worst(error), "relative_change": job.worst(moved)}
+    return {"four_steps_of_adamw": results}
 
 
 def error_of_training(job: Job, cell: str, wrap: str) -> tuple[float, float]:
-    """The error of the outputs, and their change by the training, both relative to the largest output."""
+    """Return the error of the outputs and their change by training, both relative to the largest output."""
     rows = 16 * job.size
     x = job.random(5, rows, 40, 32, seed=8)
 
@@ -125,12 +125,12 @@ def error_of_training(job: Job, cell: str, wrap: str) -> tuple[float, float]:
     with torch.no_grad():
         untrained = make()(x[4])[0]
     expected = fit(make(), slice(None))
-    found = fit(WRAPS[wrap](make(), job), part(rows, job.rank, job.size))
-    return relative(found, expected), relative(found, untrained)
+    actual = fit(WRAPS[wrap](make(), job), part(rows, job.rank, job.size))
+    return relative(actual, expected), relative(actual, untrained)
 
 
 def curves(job: Job) -> Record:
-    """Losses of a small language model after some steps, trained by one process and by several in each way."""
+    """Return the losses of a small language model after some steps, by one process and by each way to use several."""
     tokens = torch.randint(50, (40_000,), generator=torch.Generator().manual_seed(0))
     settings = TrainingSettings(steps=8, batch_size=8, chunk_length=256, warmup_steps=2)
     losses = {}

@@ -1,4 +1,4 @@
-"""This process among the others, and what all parts of ``distributed.py`` use."""
+"""This process as one of several, and helpers of all parts of ``distributed.py``."""
 
 import gc
 import statistics
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, distributed
 
 Record = dict[str, Any]
-GATES = {"forgets": (0.0, 1.0), "never forgets": (12.0, 1.0)}  # mean and deviation before the sigmoid
+GATES = {"forgets": (0.0, 1.0), "never forgets": (12.0, 1.0)}  # mean and standard deviation before the sigmoid
 
 
 class Job:
-    """This process, its device, and how large the problems are."""
+    """This process's rank and device, and the scale of the problems."""
 
     def __init__(self, scale: int) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
@@ -22,10 +22,10 @@ class Job:
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.world = distributed.group.WORLD
-        self.scale = scale  # shifts sizes to the right
+        self.scale = scale  # sizes are shifted right by it
 
     def seconds(self, call: Callable[[], object], runs: int = 15) -> float:
-        """The median of several calls, each as long as its slowest process, after two that do not count."""
+        """Return the median time of calls, each being that of its slowest process, after two warm-up calls."""
         times = []
         for number in range(runs + 2):
             distributed.barrier()
@@ -47,10 +47,10 @@ class Job:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def worst(self, *errors: float) -> float:
-        """The largest of all processes', which is NaN if any is, unlike Python's maximum."""
-        found = torch.tensor(errors, dtype=torch.float64, device=self.device)
-        everyone = [torch.empty_like(found) for _ in range(self.size)]
-        distributed.all_gather(everyone, found)
+        """Return the largest error of all processes, or NaN if any error is NaN, unlike Python's ``max``."""
+        local = torch.tensor(errors, dtype=torch.float64, device=self.device)
+        everyone = [torch.empty_like(local) for _ in range(self.size)]
+        distributed.all_gather(everyone, local)
         return torch.stack(everyone).max().item()
 
     def random(self, *shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -59,17 +59,20 @@ class Job:
 
 
 def gates(job: Job, *shape: int, kind: str, seed: int) -> Tensor:
+    """Draw random gates of a kind of GATES."""
     mean, deviation = GATES[kind]
     return job.random(*shape, seed=seed).mul_(deviation).add_(mean).sigmoid_()
 
 
 def relative(x: Tensor, y: Tensor) -> float:
+    """Return the largest error of x, relative to the largest value of y."""
     if not x.numel():
         return 0.0
     return ((x.double() - y.double()).abs().max() / y.double().abs().max().clamp(min=1e-30)).item()
 
 
 def free() -> None:
+    """Free unused memory, and reset its peak."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""How long several GPUs take beside one of them, and what they hold in memory."""
+"""The times of several GPUs compared with one of them, and their memory."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ from parallel.job import GATES, Job, Record, free, gates, relative
 
 
 def exchanges(job: Job) -> Record:
-    """Seconds of the collectives by bytes per process, to plan larger jobs."""
+    """Time the collectives by bytes per process, to plan larger jobs."""
     found: dict[str, dict[int, float]] = {"all_gather": {}, "all_reduce": {}}
     for number in (1 << shift for shift in range(9, 28 - job.scale, 3)):
         x = torch.ones(number, device=job.device)
@@ -41,7 +41,7 @@ def exchanges(job: Job) -> Record:
 
 
 def scans(job: Job) -> Record:
-    """Weak scaling: 2^22 steps of 256 channels a GPU, float32."""
+    """Weak scaling: 2^22 steps of 256 channels per GPU, float32."""
     rows, steps = [], 1 << 22 - job.scale
     for kind in GATES:
         a, b = gates(job, 1, steps, 256, kind=kind, seed=job.rank), job.random(1, steps, 256, seed=9)
@@ -97,7 +97,10 @@ def layer(job: Job) -> Record:
 
 
 def long_sequence(job: Job) -> Record:
-    """10^8 steps of 64 channels in all, forward and backward, against float64 on samples, also around boundaries."""
+    """Run 10^8 steps of 64 channels in all, forward and backward, and compare samples with float64.
+
+    The samples include the boundaries between shards.
+    """
     total, channels, reach = 10**8 >> job.scale, 64, 2000
     own = part(total, job.rank, job.size)
     steps = own.stop - own.start
@@ -133,7 +136,7 @@ def long_sequence(job: Job) -> Record:
 
 
 def compare(window: Tensor) -> list[float]:
-    """The errors in the middle of a window of a, b, h and the gradients: its ends are far enough to be forgotten."""
+    """Return the errors in the middle of a window of a, b, h and the gradients, where its ends are forgotten."""
     a, b, h, grad_a, grad_b = window.double()
     middle = slice(len(a) * 3 // 8, len(a) * 5 // 8)
     exact, _ = ostinato.linear_scan(a[None], b[None])
@@ -145,7 +148,10 @@ def compare(window: Tensor) -> list[float]:
 
 
 def language_model(job: Job) -> Record:
-    """Tokens a second of a model of over 100 million parameters, 32,768 tokens a GPU and step, and the memory held."""
+    """Measure the tokens a second of a model of over 100 million parameters, and its memory.
+
+    Each GPU has 32,768 tokens per step.
+    """
     rows: Record = {}
     rows_a_gpu, length = 32 >> job.scale // 3, 1024 >> job.scale // 3
     tokens = torch.randint(256, (4_000_000,), generator=torch.Generator().manual_seed(0))

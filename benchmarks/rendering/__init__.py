@@ -1,14 +1,14 @@
-"""The runs of ``results/`` as Markdown, a function a kind of table; ``tables.py`` names each table and its run.
+"""Renders the runs of ``results/`` as Markdown, a function for each kind of table; ``tables.py`` says which is which.
 
 ==============  ======================================================================
-``runs``        the files, and a table with the note of where its figures come from
-``headlines``   the few rows of README.md
-``speeds``      contestants beside each other: times, errors, memory
+``runs``        the files, and tables with a note of where their figures come from
+``headlines``   the short tables of README.md
+``speeds``      contestants compared: times, errors, memory
 ``kernels``     where the time of a kernel goes, and what each optimisation is worth
-``papers``      sweeps beside what was published, and every published claim
+``papers``      sweeps beside published figures, and every published claim
 ``learning``    what the layers learned
 ``gpus``        several GPUs, measured and simulated
 ``examples``    what the programs of ``examples/`` return
-``plots``       the pictures that no command draws
+``plots``       the plots that no command draws
 ==============  ======================================================================
 """

@@ -1,11 +1,11 @@
-"""What the programs of ``examples/`` return."""
+"""Tables of what the programs of ``examples/`` return."""
 
 from ostinato.bench.report import figures
 from rendering import runs
 
 
 def reinforcement(name: str) -> str:
-    """What the policies of the example reach, after how many rollouts, and how fast."""
+    """Tabulate what the policies of the example reach, after how many rollouts, and how fast."""
     rows = []
     for row in runs.load(name)["results"]:
         curve = row["curve"]
@@ -17,7 +17,7 @@ def reinforcement(name: str) -> str:
 
 
 def audio(name: str) -> str:
-    """The time of a frame in the example on audio, and the speed beside the first network's."""
+    """Tabulate the time of a frame in the example on audio, and the speed relative to the first network."""
     results = runs.load(name)["results"]
     rows = []
     for row in results:
@@ -27,7 +27,7 @@ def audio(name: str) -> str:
 
 
 def recurrent_gemma(name: str) -> str:
-    """Milliseconds of RecurrentGemma with its loop, and with a recurrence in its place."""
+    """Tabulate the milliseconds of RecurrentGemma with its own loop, and with a recurrence instead."""
     rows = []
     for row in runs.load(name)["results"]:
         loop, recurrence = row["loop"], row["recurrence"]

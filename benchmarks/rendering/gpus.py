@@ -1,35 +1,35 @@
-"""Several GPUs: what they were measured to do, and what an exchange among many is predicted to cost."""
+"""Tables of several GPUs: what was measured, and the predicted cost of an exchange among many."""
 
 from ostinato.bench.grid import Grid
 from rendering import runs
 
 
 def simulated(name: str) -> str:
-    """A prediction: what the exchange between parts costs, and what is left of linear scaling."""
+    """Tabulate the predicted cost of the exchange between shards, and the fraction of linear scaling."""
     run, rows = runs.load(name), []
     for row in run["results"]:
         sizes = [f"{row[key]:,}" for key in ("processes", "channels", "steps")]
         times = [f"{1e6 * row[way]['seconds']:,.0f}" for way in ("ring", "doubling", "log-step")]
         rows.append([*sizes, f"{row['ring']['bytes'] / 1e6:,.2f}", *times, f"{row['share_of_linear']:.2f}"])
     head = ["GPUs", "channels", "steps a GPU", "MB received", "all-gather, ring, µs", "all-gather, doubling, µs"]
-    given = run["inputs"]
-    inside, between = given["inside"], given["between"]
+    inputs = run["inputs"]
+    inside, between = inputs["inside"], inputs["between"]
     assumed = [
         f"{1e6 * inside['latency']:g} µs inside a machine",
         f"{1e6 * between['latency']:g} µs and {between['rate'] / 1e9:g} GB/s between two",
     ]
     return (
         f"{Grid([*head, 'log-step, µs', 'forward, of linear'], rows).markdown()}\n"
-        f"Simulated. Measured: {1e6 * given['exchange_seconds']:g} µs for an exchange of a few bytes between two H200, "
-        f"{inside['rate'] / 1e9:g} GB/s that each of four receives in a large one, "
-        f"{1e3 * given['host_seconds']:g} ms a call on the host, and the memory's rate, "
-        f"{given['memory_rate'] / 1e12:g} TB/s. Assumed: {', '.join(assumed)}. "
+        f"Simulated. Measured: {1e6 * inputs['exchange_seconds']:g} µs for an exchange of a few bytes between two "
+        f"H200, {inside['rate'] / 1e9:g} GB/s that each of four receives in a large one, "
+        f"{1e3 * inputs['host_seconds']:g} ms a call on the host, and the memory's rate, "
+        f"{inputs['memory_rate'] / 1e12:g} TB/s. Assumed: {', '.join(assumed)}. "
         f"`benchmarks/results/{name}.json`.\n"
     )
 
 
 def measured(name: str) -> str:
-    """What several GPUs do, in ms or tokens a second, and the share of as many times what one does alone."""
+    """Tabulate what one GPU and several do, in ms or tokens a second, and the fraction of linear scaling."""
     run, rows = runs.load(name), []
     gpus = run["gpus"]
 

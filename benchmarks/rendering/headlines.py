@@ -1,4 +1,4 @@
-"""The rows of README.md: what a reader may ask first, of several runs."""
+"""The tables of README.md: what a reader may ask first, gathered from several runs."""
 
 import statistics
 
@@ -11,7 +11,7 @@ from rendering import runs
 from rendering.runs import Record
 from rendering.speeds import milliseconds
 
-# By kind of device: what it is, its kind of run, its workload and pass.
+# By type of device: the row's title, and the kind of run, workload and pass that it is of.
 HEADLINES = {
     "gpu": (
         (
@@ -70,7 +70,7 @@ HEADLINES = {
 }
 
 
-# By kind of device: what decides most how much a trained layer gains, and whether a workload is such a one.
+# By type of device: groups of layers whose speedups differ most, and whether a workload belongs to them.
 GROUPS = {
     "gpu": (
         ("in bfloat16 or float16", lambda work: work["dtype"] != "float32"),
@@ -81,13 +81,13 @@ GROUPS = {
         ("LSTM that is not packed, in float32", lambda work: work["cell"] == "LSTM" and not work["shortest"]),
     ),
 }
-# Of runs that are a part of another kind's: the command, and who of ours.
+# Where a run measured only some workloads of another kind: its command; and which contestant is ours, if not OURS.
 COMMANDS = {"flashrnn": 'training --only "T512 dense"', "equations": "training --only T256"}
 OWN = {"equations": FROM_EQUATION}
 
 
 def headlines(device: str) -> str:
-    """One row each of HEADLINES, with the limit and the fastest of the others whose result is right."""
+    """Tabulate HEADLINES, with the limit and the fastest of the others whose result is right."""
     rows, names = [], []
     for what, kind, workload, pass_name in HEADLINES[device]:
         name = f"{kind}-{device}"
@@ -118,7 +118,7 @@ def headlines(device: str) -> str:
 
 
 def expected(device: str) -> str:
-    """How much layers of random sizes gain, which nothing was tuned to, in the groups of GROUPS."""
+    """Tabulate the speedups of layers of random sizes, which nothing was tuned to, by the groups of GROUPS."""
     name = f"training-random-{device}"
     records, rows = runs.load(name)["results"], []
     for what, belongs in GROUPS[device]:
@@ -133,7 +133,7 @@ def expected(device: str) -> str:
 
 
 def spread(ratios: list[float]) -> str:
-    """The median, and the least and the greatest."""
+    """Format the median, the least and the greatest ratio."""
     median, least, most = map(report.times, (statistics.median(ratios), min(ratios), max(ratios)))
     return f"**{median}** ({least} to {most})"
 

@@ -1,4 +1,4 @@
-"""Where the time of a kernel goes, and what each of its optimisations is worth."""
+"""Tables of where a kernel's time goes, and of what each of its optimisations is worth."""
 
 from ostinato.bench import report
 from ostinato.bench.grid import Grid
@@ -36,7 +36,7 @@ BOUND_BY = {
 
 
 def ladder(name: str) -> str:
-    """What each thing that the persistent kernels do is worth: the same layers without it, step by step."""
+    """Tabulate how the time of layers falls as optimisations of the persistent kernels are added one by one."""
     steps = {
         "launches at every step": "torch.nn",
         "launches captured": "torch.nn in a CUDA graph",
@@ -52,10 +52,10 @@ def ladder(name: str) -> str:
             continue
         outcomes, row = record["contestants"], [short_name(record["workload"]["name"])]
         for who in steps.values():
-            found = outcomes.get(who, {})
-            if found.get("unavailable") == PLANNED:
-                found = outcomes[OURS]
-            row.append(report.step(found) if "seconds" in found else "–")
+            outcome = outcomes.get(who, {})
+            if outcome.get("unavailable") == PLANNED:
+                outcome = outcomes[OURS]
+            row.append(report.step(outcome) if "seconds" in outcome else "–")
         rows.append(row)
     return runs.table(
         name, ["layer", *steps], rows, "–: that kernel's weights do not fit on the chip, or it is not for this mask."
@@ -63,7 +63,7 @@ def ladder(name: str) -> str:
 
 
 def ablation(name: str) -> str:
-    """Microseconds a step of the persistent kernels, and with one optimisation of each switched off."""
+    """Tabulate microseconds a step of the persistent kernels, with one optimisation at a time switched off."""
     layers: dict[tuple[str, str], dict[str, float]] = {}
     for row in runs.load(name)["results"]:
         layers.setdefault((row["layer"], row["kernel"]), {})[row["switched_off"]] = row["microseconds_a_step"]
@@ -77,7 +77,7 @@ def ablation(name: str) -> str:
 
 
 def bounds(name: str) -> str:
-    """What each shape of BOUND_BY should take by its limit, what it takes, and what the difference is."""
+    """Tabulate the limit of each shape of BOUND_BY, its time, and what it is bound by."""
     rows = []
     for record in runs.load(name)["results"]:
         work = record["workload"]["name"]
@@ -89,13 +89,13 @@ def bounds(name: str) -> str:
 
 
 def profile(name: str) -> str:
-    """The kernels of a call, the longest first."""
+    """Tabulate the kernels of a call, the longest first."""
     grid = report.profile(runs.load(name), 6)
     return f"{grid.title}.\n\n{runs.sourced(grid, name)}"
 
 
 def published_profile() -> str:
-    """Of minGRU at T = 4,096 in the course project, as its page has it."""
+    """Tabulate the course project's own profile of minGRU at T = 4,096, as published on its page."""
     head = ["kernel", "µs a launch", "launches", "share of the time"]
     rows = [
         ["gates of all steps, fused (`min_gru_extract_scan_params_kernel`)", "180", "1", "8 %"],

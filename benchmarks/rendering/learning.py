@@ -1,4 +1,4 @@
-"""What the layers learned: losses and right answers, and after how much training."""
+"""Tables of what the layers learned: losses and accuracies, and after how much training."""
 
 from ostinato.bench.learning import plots
 from rendering import runs
@@ -64,7 +64,7 @@ def _time(point: Record) -> str:
 
 
 def layer_of(run: Record) -> str:
-    """Whose GRU or LSTM was trained, in a run that says it."""
+    """Return the name of the layer that was trained; a run may say that a GRU or LSTM was ours."""
     return NAMES[run["cell"]].removeprefix("nn." * (run.get("layer") == "ostinato"))
 
 
@@ -80,7 +80,7 @@ def pruned(name: str) -> str:
 
 
 def bits(name: str) -> str:
-    """Right answers beyond the trained lengths; one row a question and depth, one column a cell."""
+    """Tabulate accuracies beyond the trained lengths: a row per question and depth, a column per cell."""
     answers = runs.load(name)["runs"]
     rows: dict[tuple[str, int], list[str]] = {}
     for run in answers:

@@ -1,4 +1,4 @@
-"""Sweeps beside what was published, and every published claim beside what a run here makes of it."""
+"""Tables of sweeps beside the published figures, and of every published claim beside our measurement."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ SWEEPS = {sweep.name: sweep for sweep in papers.sweeps(quick=False)}
 
 
 def swept(name: str) -> Record:
-    """A run of the sweep of this name, with what is said of it."""
+    """Load the run of a sweep, with all that its table and plot show."""
     return SWEEPS[name].shown(runs.load(f"papers-{name}-gpu"))
 
 
@@ -28,7 +28,7 @@ def sweep(name: str) -> str:
 
 
 def cpu_or_gpu(cell: str) -> str:
-    """One layer where its input is, and with the transfer."""
+    """Tabulate one layer on the CPU, on the GPU, and on the GPU with transfers from and to the host."""
     content, name = swept(f"transfer-{cell}"), papers.NAMES[cell]
     labels = {"CPU": "scan, CPU", "GPU": "scan, GPU", "GPU, from and to the host": "scan and transfer, GPU"}
     lines = [content["lines"][f"{name}, {label}"]["points"] for label in labels.values()]
@@ -47,15 +47,15 @@ def plot_of(name: str, run: Record) -> Any:
 
 
 def capacities(name: str) -> str:
-    """The largest layers that fit on a chip, by the plans alone."""
+    """Tabulate the largest layers that fit on a chip, by the kernels' plans."""
     return runs.sourced(capacity.table(runs.load(name)["results"]), name)
 
 
-Claims = Iterator[list[str]]  # what is claimed, what was published, and what a run here makes of it
+Claims = Iterator[list[str]]  # the claim, the published figure, and ours
 
 
 def claims() -> str:
-    """Every claim of the papers and projects behind this library, by the number that its page gives them."""
+    """Tabulate every claim of the papers and projects behind this library, by their numbers on the page."""
     rows = [*_of_min_rnns(), *_of_sparse_persistent_rnns(), *_of_cuda_rnn(), *_of_the_course_project()]
     names = [f"papers-{name}-gpu" for name in SWEEPS if name not in ("batch", "steps")]
     names += ["networks-gpu"] * runs.measured("networks-gpu")
@@ -103,12 +103,12 @@ def _of_the_course_project() -> Claims:
 
 
 def _values(name: str, label: str) -> dict[float, float]:
-    """A line or ratio of a sweep, by size."""
+    """Return a line or ratio of a sweep, by size."""
     content = swept(name)
     lines = {label: line["points"] for label, line in content["lines"].items()}
     lines |= {ratio["name"]: ratio["points"] for ratio in content["ratios"]}
     return {point["x"]: point["value"] for point in lines.get(label, ())}
 
 
-def _ratios_by_size(found: Mapping[float, float]) -> str:
-    return ", ".join(f"{figures(value)}× (H {hidden:,})" for hidden, value in found.items())
+def _ratios_by_size(ratios: Mapping[float, float]) -> str:
+    return ", ".join(f"{figures(value)}× (H {hidden:,})" for hidden, value in ratios.items())

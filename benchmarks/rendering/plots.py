@@ -1,4 +1,4 @@
-"""The pictures that no command draws; the others are ``ostinato.bench``'s."""
+"""The plots that no command draws; ``ostinato.bench`` draws the others."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from rendering.runs import Record
 
 
 def comparison_of(content: Record) -> Any:
-    """The time of every contestant of a run as a multiple of the limit, which is drawn; wrong results are left out.
+    """Draw the time of every contestant of a run as a multiple of the limit, without wrong results.
 
-    So are shapes that no other contestant computed, which the table has.
+    Shapes that only Ostinato computed are left out, too; the table has them.
     """
     from matplotlib.figure import Figure
 
@@ -40,7 +40,7 @@ def comparison_of(content: Record) -> Any:
 
 
 def _right_times(record: Record) -> dict[str, float]:
-    """Multiples of the limit by contestant; minLSTM's have the names of minGRU's, which they are drawn beside."""
+    """Return multiples of the limit by contestant; minLSTM's peers are named as minGRU's, to share their markers."""
     return {
         who.replace("minLSTM-", "minGRU-").replace("nn.LSTM", "nn.GRU"): 1 / row["fraction_of_limit"]
         for who, row in record["contestants"].items()
@@ -49,7 +49,7 @@ def _right_times(record: Record) -> dict[str, float]:
 
 
 def curve_of(content: Record) -> Any:
-    """The curve of one training of the command line."""
+    """Draw the loss curve of an ``ostinato train`` run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")

@@ -1,4 +1,4 @@
-"""The committed runs, and what every table of one has: its figures, notes, and where they come from."""
+"""Loads the committed runs, and renders what all of their tables have: figures, notes, and their origin."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ def measured(name: str) -> bool:
 
 
 def source(*names: str) -> str:
-    """Where the figures come from: devices, and of each the files, with the day and commit of their runs."""
+    """Say where figures come from: for each device, the files, with the date and commit of their runs."""
     devices: dict[str, dict[str, list[str]]] = {}
     for name in names:
         run = load(name)
@@ -40,15 +40,15 @@ def source(*names: str) -> str:
 
 
 def sourced(grid: Grid, *names: str) -> str:
-    """A table, and the runs that its figures come from."""
+    """Return a table as Markdown, with the runs that its figures come from."""
     return f"{grid.markdown()}\n{source(*names)}\n"
 
 
 def table(name: str, head: list[str], rows: list[list[str]], *notes: str) -> str:
-    """A table of one run, with the notes that are not empty."""
+    """Return a table of one run, with those of the notes that are not empty."""
     return sourced(Grid(head, rows, notes=list(filter(None, notes))), name)
 
 
 def plot(name: str, what: str, folder: str = "../plots") -> str:
-    """The plot of a run, on a page beside which `folder` lies."""
+    """Return the plot of a run; `folder` is relative to the page."""
     return f"![{what}]({folder}/{name}.svg)\n"

@@ -1,4 +1,4 @@
-"""Contestants beside each other: their times, errors and memory."""
+"""Tables that compare contestants: their times, errors and memory."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def error(row: Record) -> str:
 def comparison(
     name: str, cell: Callable[[Record], str], *, leave_out: tuple[str, ...] = (), limit: bool = False, unit: str = ""
 ) -> str:
-    """One row a workload and pass, one column a contestant: of all workloads, or those of a unit."""
+    """Tabulate a run, or its workloads of one unit: a row per workload and pass, a column per contestant."""
     records = [record for record in runs.load(name)["results"] if not unit or unit in record]
     if not records:
         return runs.UNMEASURED
@@ -59,7 +59,7 @@ def layers(
     pass_name: str = "forward",
     leave_out: tuple[str, ...] = (),
 ) -> str:
-    """Microseconds a step of the layers of a run that are asked for, one row each."""
+    """Tabulate microseconds a step of the layers of a run that `only` selects."""
     run = runs.load(name)
     records = [r for r in run["results"] if r["pass"] == pass_name and only(r["workload"])]
     if not records:
@@ -68,13 +68,13 @@ def layers(
 
 
 def drawn(name: str) -> str:
-    """The layers of a run that were drawn at random, after what is to be said of all."""
+    """Tabulate the layers of a run that were drawn at random, after a summary."""
     run = runs.load(name)
     return f"{report.summary(run['results'])}\n\n{layers(name, pass_name='forward+backward')}"
 
 
 def gradients(name: str) -> str:
-    """Each gradient's error, and the memory that a call takes: ours, and ``torch.nn``'s beside it."""
+    """Tabulate each gradient's error and the memory of a call, ours beside ``torch.nn``'s."""
     parts = {"input": ("input",), "initial states": ("h0", "c0"), "input weights": ("weight_ih",)}
     parts |= {"recurrent weights": ("weight_hh",), "biases": ("bias",)}
     rows = []
@@ -95,6 +95,6 @@ def gradients(name: str) -> str:
 
 
 def calls(name: str, *of: str) -> str:
-    """Those calls of a run whose names begin with one of these."""
+    """Tabulate those calls of a run whose names begin with one of these."""
     records = [record for record in runs.load(name)["results"] if record["workload"]["name"].startswith(of)]
     return runs.sourced(report.calls(records), name) if records else runs.UNMEASURED
