@@ -1,7 +1,8 @@
-"""Streaming audio on one core: a network of RNNoise's shape, pruned as RNNoise is, frame by frame.
+"""Streaming audio on one core: a network of RNNoise's shape, pruned like RNNoise, processes frame after frame.
 
-Bands of a frame of 10 ms come in, gains for 32 bands go out: two convolutions, three GRUs of 256, and a layer over all
-of them (Valin 2018, arXiv 1709.08243, in its second version's shape).  Weights are random: what is shown is the time.
+Its input is the bands of a frame of 10 ms, its output gains for 32 bands: two convolutions, three GRUs of 256 units,
+and a layer over all of them (Valin 2018, arXiv 1709.08243, in the shape of the second version).  Weights are random:
+the example is about time.
 """
 
 import copy
@@ -15,15 +16,15 @@ import ostinato
 
 BANDS, GAINS, SIZE = 65, 32, 256
 FRAME = 0.01  # seconds
-DENSITIES = {"r": 0.3, "z": 0.2, "n": 0.5}  # of a GRU's gates, in blocks of 8 by 4, beside the recurrent diagonal
+DENSITIES = {"r": 0.3, "z": 0.2, "n": 0.5}  # of a GRU's gates, in blocks of 8 by 4, besides the recurrent diagonal
 
 
 class Denoiser(nn.Module):
-    """Gains (B, GAINS) from bands (B, BANDS), a frame at a time."""
+    """Computes gains (B, GAINS) from bands (B, BANDS), one frame at a time."""
 
     def __init__(self, gru: type[nn.GRU]) -> None:
         super().__init__()
-        # Convolutions over three frames, of which two are kept.
+        # Convolutions over three frames, the last two of which are part of the state.
         self.conv1 = nn.Linear(3 * BANDS, 128)
         self.conv2 = nn.Linear(3 * 128, SIZE)
         self.gru = gru(SIZE, SIZE, num_layers=3)
@@ -47,14 +48,14 @@ class Denoiser(nn.Module):
 
 
 def prune(model: Denoiser) -> Denoiser:
-    """Most of the GRUs' weights, recurrent and of the input; here by size, in RNNoise while it trains."""
+    """Prune most of the GRUs' recurrent and input weights: here at once, by magnitude; in RNNoise, during training."""
     pruned = copy.deepcopy(model)
     ostinato.prune(pruned, DENSITIES, block=(8, 4), keep_diagonal=True, input_weights=True)
     return pruned
 
 
 def zeros_as_masks(model: Denoiser) -> Denoiser:
-    """From a model whose weights are zero where they were pruned, as one that comes from elsewhere."""
+    """Copy a model without its masks, as one pruned by another tool would come, and derive them from its zeros."""
     other = Denoiser(ostinato.GRU)
     other.load_state_dict({name: x for name, x in model.state_dict().items() if "mask" not in name})
     ostinato.prune(other, None, block=(8, 4), keep_diagonal=True, input_weights=True)
@@ -62,7 +63,7 @@ def zeros_as_masks(model: Denoiser) -> Denoiser:
 
 
 def dense(model: Denoiser) -> Denoiser:
-    """The same weights in ``torch.nn``'s GRUs."""
+    """Copy the weights into ``torch.nn``'s GRUs."""
     other = Denoiser(nn.GRU)
     other.load_state_dict({name: x for name, x in model.state_dict().items() if "mask" not in name})
     return other
@@ -72,7 +73,7 @@ Step = Callable[[Tensor], Tensor]  # from a frame's bands to its gains
 
 
 def by_hand(model: Denoiser) -> Step:
-    """The state handed from call to call."""
+    """Run steps that pass the state from call to call."""
     state = model.initial_state(1)
 
     @torch.no_grad()
@@ -85,12 +86,12 @@ def by_hand(model: Denoiser) -> Step:
 
 
 def prepared(model: Denoiser) -> Step:
-    """By a stepper, which keeps the state, packs what is left of the weights, and repeats what a first step called."""
+    """Run steps by a stepper, which keeps the state, packs the kept weights, and replays the first step's operators."""
     return ostinato.Stepper(model, batch_size=1, frozen=True)
 
 
 def stream(step: Step, frames: Tensor) -> tuple[Tensor, list[float]]:
-    """All gains, and the seconds that each frame took."""
+    """Return all gains, and the seconds that each frame took."""
     gains, seconds = [], []
     for frame in frames:
         start = time.perf_counter()
@@ -100,7 +101,7 @@ def stream(step: Step, frames: Tensor) -> tuple[Tensor, list[float]]:
 
 
 def main(frames: int = 3000) -> dict[str, list[float]]:
-    """Prints, and returns each network's seconds a frame, the median and what 99 % of the frames stay below."""
+    """Print and return each network's seconds per frame: the median, and the 99th percentile."""
     torch.manual_seed(0)
     whole = Denoiser(ostinato.GRU).eval()
     pruned = prune(whole)
@@ -118,10 +119,10 @@ def main(frames: int = 3000) -> dict[str, list[float]]:
     print(f"{kept:.0%} of the GRUs' weights are left")
     gains: dict[str, list[Tensor]] = {name: [] for name in steps}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for part in bands.split(100):  # in turn, so that whatever else the machine does meets all alike
+    for part in bands.split(100):  # in turn, so that other load on the machine affects all alike
         for name, step in steps.items():
-            own, times = stream(step, part)
-            gains[name].append(own)
+            outputs, times = stream(step, part)
+            gains[name].append(outputs)
             seconds[name] += times
     results = {}
     for name, times in seconds.items():

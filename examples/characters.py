@@ -1,6 +1,6 @@
 """A character model of your own: trains a small minGRU on Python source in 500 steps, then writes some.
 
-The text is the standard library of the Python that runs this; give a UTF-8 file as the argument to take another.
+The text is the source of Python's standard library; give a UTF-8 file as the argument to train on another text.
 ``ostinato train`` and ``ostinato generate`` do the same at full size, with checkpoints.
 """
 
@@ -32,7 +32,7 @@ def main(steps: int = 500) -> None:
     prompt = "def "
     tokens = model.generate(vocabulary.encode(prompt)[None], 300, temperature=0.6, top_k=20)
     print(prompt, end="")
-    for token in tokens:  # each one step of every layer, at constant memory
+    for token in tokens:  # one step of every layer each, in constant memory
         print(vocabulary.decode(token.tolist()), end="", flush=True)
     print()
 

@@ -1,4 +1,4 @@
-"""Forecasting a real time series: the membrane potential of a nerve cell, the next 20 values at every step.
+"""Forecasting a real time series: at every step the next 20 values of a nerve cell's membrane potential.
 
 The recording comes with Matplotlib.  The network reads the whole training part, 3,600 steps, in one parallel pass at
 every update.  In use it reads one value at a time and keeps its state.
@@ -16,14 +16,14 @@ TRAINED = 3600  # steps; the rest is held out
 
 
 def recording() -> Tensor:
-    """(T,), shifted and scaled such that its training part has mean 0 and variance 1."""
+    """Return the recording (T,), normalised such that its training part has mean 0 and variance 1."""
     path = matplotlib.cbook.get_sample_data("membrane.dat", asfileobj=False)
     potential = torch.from_numpy(np.fromfile(path, np.float32).reshape(-1, 2)[:, 0].copy())
     return (potential - potential[:TRAINED].mean()) / potential[:TRAINED].std()
 
 
 class Forecaster(nn.Module):
-    """From the values so far to how far the next ``AHEAD`` will be from the last one."""
+    """Predicts, from the values so far, how far each of the next ``AHEAD`` values will be from the last one."""
 
     def __init__(self, hidden_size: int = 32) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Forecaster(nn.Module):
 
 
 def linear_forecast(x: Tensor, changes: Tensor, order: int = 32) -> Tensor:
-    """The least-squares forecast from the last ``order`` values, to compare with."""
+    """Return the least-squares forecast from the last ``order`` values, as a baseline."""
     past = nn.functional.pad(x, (order - 1, 0)).unfold(0, order, 1)[: len(changes)]
     past = nn.functional.pad(past, (0, 1), value=1.0).double()
     fit = slice(order, TRAINED - AHEAD)

@@ -1,7 +1,7 @@
-"""RecurrentGemma with its loop over time replaced: the same outputs and gradients, many times sooner.
+"""RecurrentGemma with its loop over time replaced: the same outputs and gradients, many times faster.
 
-The RG-LRU of Hugging Face's RecurrentGemma takes one step after another in Python.  Here its equation becomes a
-recurrence, and the method that holds the loop another method of a few lines.  Needs ``pip install transformers``.
+The RG-LRU of Hugging Face's RecurrentGemma runs one step after another in Python.  Here its equation becomes a
+recurrence, and a method of a few lines replaces the one that contains the loop.  Needs ``pip install transformers``.
 """
 
 import copy
@@ -22,17 +22,17 @@ import ostinato
 def rg_lru(x: Tensor, i: Tensor, r: Tensor, position: Tensor, log_lambda: Tensor) -> tuple[Tensor, Tensor]:
     log_a = -8 * torch.sigmoid(r) * F.softplus(log_lambda)
     root = torch.sqrt(1e-37 - torch.expm1(2 * log_a))  # never of 0, where its derivative is infinite
-    scale = torch.where(position == 0, 1.0, root)  # the first input comes as it is
+    scale = torch.where(position == 0, 1.0, root)  # the first input is not scaled
     return torch.exp(log_a), scale * torch.sigmoid(i) * x
 
 
 def block_diagonal(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """(B, T, W) times n matrices, (n, W/n, W/n), each of its part of the channels."""
+    """Multiply (B, T, W) by n matrices (n, W/n, W/n), each of which maps its own part of the channels."""
     return (torch.einsum("btni,nij->btnj", x.unflatten(-1, (len(weight), -1)), weight) + bias).flatten(-2)
 
 
 def forward(self: RecurrentGemmaRglru, activations: Tensor, position_ids: Tensor) -> Tensor:
-    """In the place of ``RecurrentGemmaRglru.forward``."""
+    """Replacement of ``RecurrentGemmaRglru.forward``."""
     position_ids = position_ids.expand(activations.shape[:2])
     h, h_last = rg_lru(
         activations,
@@ -48,7 +48,7 @@ def forward(self: RecurrentGemmaRglru, activations: Tensor, position_ids: Tensor
 
 
 def without_loops(model: nn.Module) -> nn.Module:
-    """A copy whose RG-LRUs are recurrences."""
+    """Return a copy of the model whose RG-LRUs are recurrences."""
     model = copy.deepcopy(model)
     for module in model.modules():
         if isinstance(module, RecurrentGemmaRglru):
@@ -57,7 +57,7 @@ def without_loops(model: nn.Module) -> nn.Module:
 
 
 def small_model() -> RecurrentGemmaForCausalLM:
-    """Two recurrent blocks and one of attention, their weights random."""
+    """Make a model of two recurrent blocks and one attention block, with random weights."""
     config = RecurrentGemmaConfig(
         num_hidden_layers=3,
         vocab_size=256,
@@ -71,7 +71,7 @@ def small_model() -> RecurrentGemmaForCausalLM:
         eos_token_id=None,
     )
     model = RecurrentGemmaForCausalLM(config)
-    with torch.no_grad():  # a new RG-LRU is left as it was allocated
+    with torch.no_grad():  # transformers leaves the weights of a new RG-LRU uninitialised
         for name, parameter in model.named_parameters():
             if "recurrent_param" in name:
                 parameter.uniform_(-6, -4)
@@ -90,7 +90,7 @@ def training_step(model: nn.Module, tokens: Tensor) -> None:
 
 
 def rg_lru_alone(model: nn.Module, tokens: Tensor) -> None:
-    """Forward and backward of one of them, on as many steps."""
+    """Run the forward and backward pass of a single RG-LRU over as many steps."""
     (first, *_) = (module for module in model.modules() if isinstance(module, RecurrentGemmaRglru))
     first.recurrent_states = None
     x = torch.randn(*tokens.shape, len(first.recurrent_param), device=tokens.device)
@@ -99,7 +99,7 @@ def rg_lru_alone(model: nn.Module, tokens: Tensor) -> None:
 
 
 def seconds_of(work: Callable[[nn.Module, Tensor], None], model: nn.Module, tokens: Tensor) -> float:
-    """The shortest of three after a first."""
+    """Return the shortest time of three calls, after a first one."""
     times = []
     for _ in range(4):
         start = time.perf_counter()
@@ -118,10 +118,10 @@ def main(length: int = 2048, device: str | None = None) -> dict[str, tuple[float
 
     tokens = torch.randint(2, 256, (2, min(length, 256)), device=device)
     logits, gradients = logits_and_gradients(loops.double(), tokens)
-    own_logits, own_gradients = logits_and_gradients(recurrences.double(), tokens)
-    errors = [(g - w).abs().max() / w.abs().max() for g, w in zip(own_gradients, gradients, strict=True)]
-    print("by a loop, which adds up in float32 whatever the model's dtype, and by a recurrence:")
-    print(f"logits differ in float64 by    {(own_logits - logits).abs().max() / logits.abs().max():.1e}")
+    our_logits, our_gradients = logits_and_gradients(recurrences.double(), tokens)
+    errors = [(g - w).abs().max() / w.abs().max() for g, w in zip(our_gradients, gradients, strict=True)]
+    print("by a loop, which accumulates in float32 whatever the model's dtype, and by a recurrence:")
+    print(f"logits differ in float64 by    {(our_logits - logits).abs().max() / logits.abs().max():.1e}")
     print(f"gradients differ in float64 by {max(errors):.1e}")
 
     loops, recurrences = loops.float(), recurrences.float()

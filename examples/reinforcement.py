@@ -1,8 +1,8 @@
-"""Reinforcement learning with memory: recurrent PPO on a task that shows what matters only once.
+"""Reinforcement learning with memory: recurrent PPO on a task whose relevant observation is seen only once.
 
-Each episode begins with a cue; many steps later a signal asks which it was.  Rollouts go step by step through
-``ostinato.Stepper``, and training goes over whole rollouts, in which episodes end, by ``resets``.  Beside them the same
-with ``torch.nn``'s layers, which know no resets: their state is masked in a loop over time.
+Each episode begins with a cue; many steps later a signal asks which cue it was.  Rollouts are collected step by step
+with ``ostinato.Stepper``; training runs over whole rollouts, in which episodes end, with ``resets``.  For comparison,
+``torch.nn``'s layers, which have no resets, run in a loop over time that masks their state.
 """
 
 import time
@@ -15,17 +15,23 @@ from torch import Tensor, nn
 
 import ostinato
 
-ENVS, STEPS = 32, 128  # a rollout
+ENVS, STEPS = 32, 128  # per rollout
 EPOCHS, MINIBATCHES = 4, 2
-GAMMA, LAMBDA, CLIP, ENTROPY, LEARNING_RATE = 0.0, 0.9, 0.2, 0.01, 3e-3  # no action changes what comes after it
+GAMMA, LAMBDA, CLIP, ENTROPY, LEARNING_RATE = (
+    0.0,
+    0.9,
+    0.2,
+    0.01,
+    3e-3,
+)  # GAMMA is 0 as no action changes what comes after it
 WIDTH = 64
 
 
 class Recall(gymnasium.vector.VectorEnv):
-    """A cue at the first step, noise, and at the last step the question which cue it was: right or wrong, 1 or 0.
+    """Shows a cue at the first step, then noise, and asks at the last step which cue it was; the reward is 1 if right.
 
-    Observations are the cue as one of so many, the question, and a number of noise.  A new episode begins in the same
-    step in which one ends.
+    Observations are the cue (one-hot), the question (0 or 1), and a random number.  A new episode begins in the same
+    step in which the previous one ends.
     """
 
     def __init__(self, num_envs: int, cues: int = 4, delay: tuple[int, int] = (6, 12)) -> None:
@@ -57,8 +63,8 @@ class Recall(gymnasium.vector.VectorEnv):
         return observation
 
 
-class Ours(nn.Module):
-    """Actions' logits and a value at every step; a layer of ours for the memory."""
+class OurPolicy(nn.Module):
+    """Computes the actions' logits and a value at every step, with one of our layers as the memory."""
 
     def __init__(self, layer: type[nn.Module], inputs: int, actions: int) -> None:
         super().__init__()
@@ -80,8 +86,8 @@ class Ours(nn.Module):
         return heads(memory(squash(inner(x)), state, resets=begins)[0])
 
 
-class Torchs(nn.Module):
-    """The same around a layer of ``torch.nn``."""
+class TorchPolicy(nn.Module):
+    """The same policy with a layer of ``torch.nn``."""
 
     def __init__(self, layer: type[nn.Module], inputs: int, actions: int) -> None:
         super().__init__()
@@ -107,26 +113,28 @@ class Torchs(nn.Module):
 
 
 def masked(state: Tensor | tuple[Tensor, ...], begins: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """Set the state to zero where an episode begins."""
     keep = ~begins[:, None]
     return tuple(s * keep for s in state) if isinstance(state, tuple) else state * keep
 
 
-def rows(state: Tensor | tuple[Tensor, ...], which: Tensor) -> Tensor | tuple[Tensor, ...]:
+def of_environments(state: Tensor | tuple[Tensor, ...], which: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """Select the states of some environments."""
     return tuple(s[:, which] for s in state) if isinstance(state, tuple) else state[:, which]
 
 
 def advantages(rewards: Tensor, values: Tensor, begins: Tensor) -> Tensor:
-    """Generalised advantage estimation; ``values`` and ``begins`` have one step more than ``rewards``."""
+    """Estimate generalised advantages; ``values`` and ``begins`` have one step more than ``rewards``."""
     result, later = torch.zeros_like(rewards), torch.zeros(ENVS)
     for t in reversed(range(len(rewards))):
-        goes_on = (~begins[t + 1]).float()
-        delta = rewards[t] + GAMMA * goes_on * values[t + 1] - values[t]
-        result[t] = later = delta + GAMMA * LAMBDA * goes_on * later
+        continues = (~begins[t + 1]).float()
+        delta = rewards[t] + GAMMA * continues * values[t + 1] - values[t]
+        result[t] = later = delta + GAMMA * LAMBDA * continues * later
     return result
 
 
-def train(policy: Ours | Torchs, env: Recall, updates: int) -> tuple[list[float], float]:
-    """The share of questions answered rightly in each rollout, and environment steps a second of the processor."""
+def train(policy: OurPolicy | TorchPolicy, env: Recall, updates: int) -> tuple[list[float], float]:
+    """Train, and return the share of right answers in each rollout and the environment steps per CPU second."""
     optimizer = torch.optim.Adam(policy.parameters(), LEARNING_RATE)
     observation, begins = torch.from_numpy(env.reset(seed=0)[0]), torch.ones(ENVS, dtype=torch.bool)
     curve, start = [], time.process_time()
@@ -142,14 +150,14 @@ def train(policy: Ours | Torchs, env: Recall, updates: int) -> tuple[list[float]
             )
             observation, begins = torch.from_numpy(after), torch.from_numpy(done)
         x, marks, actions, log_probs, values, rewards = map(torch.stack, zip(*steps, strict=True))
-        # The value after the last step is that of the last step itself: a rollout cuts few episodes.
+        # The value after the last step is taken to be that of the last step: a rollout truncates few episodes.
         gains = advantages(rewards, torch.cat([values, values[-1:]]), torch.cat([marks, begins[None]]))
         targets = gains + values
         curve.append((rewards.sum() / (marks[1:].sum() + begins.sum())).item())
 
         for _ in range(EPOCHS):
             for which in torch.randperm(ENVS).chunk(MINIBATCHES):
-                output = policy(x[:, which], rows(state, which), marks[:, which])
+                output = policy(x[:, which], of_environments(state, which), marks[:, which])
                 chances = torch.distributions.Categorical(logits=output[..., :-1])
                 ratio = (chances.log_prob(actions[:, which]) - log_probs[:, which]).exp()
                 gain = gains[:, which]
@@ -165,15 +173,20 @@ def train(policy: Ours | Torchs, env: Recall, updates: int) -> tuple[list[float]
 
 
 def main(updates: int = 60, picture: str | None = "reinforcement.png") -> dict[str, tuple[list[float], float]]:
-    """What :func:`train` returns of each policy."""
+    """Return for each policy what :func:`train` returns."""
     results = {}
-    policies = [(Ours, ostinato.MinGRU), (Ours, ostinato.GRU), (Torchs, nn.GRU), (Torchs, nn.LSTM)]
-    for kind, layer in policies:
+    policies = [
+        (OurPolicy, ostinato.MinGRU),
+        (OurPolicy, ostinato.GRU),
+        (TorchPolicy, nn.GRU),
+        (TorchPolicy, nn.LSTM),
+    ]
+    for policy_type, layer in policies:
         torch.manual_seed(0)
         env = Recall(ENVS)
-        policy = kind(layer, env.single_observation_space.shape[0], int(env.single_action_space.n))
+        policy = policy_type(layer, env.single_observation_space.shape[0], int(env.single_action_space.n))
         curve, speed = train(policy, env, updates)
-        name = f"{'ostinato' if kind is Ours else 'torch.nn'}.{layer.__name__}"
+        name = f"{'ostinato' if policy_type is OurPolicy else 'torch.nn'}.{layer.__name__}"
         results[name] = curve, speed
         print(f"{name:16} answers rightly {np.mean(curve[-5:]):4.0%}   {speed:7,.0f} steps a second")
     if picture is not None:
@@ -190,5 +203,5 @@ def main(updates: int = 60, picture: str | None = "reinforcement.png") -> dict[s
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # a step is too small to be shared
+    torch.set_num_threads(1)  # a step is too small for several threads
     main()

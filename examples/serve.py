@@ -1,8 +1,8 @@
-"""Serving a pruned LSTM: one value comes in, one forecast goes out, the state stays between.
+"""Serving a pruned LSTM: each call takes one value, returns one forecast, and keeps the state for the next.
 
 Trains ``torch.nn.LSTM`` to forecast a nerve cell's membrane potential (a recording that comes with Matplotlib), prunes
-it to a tenth of its recurrent weights while it trains on, and serves the dense and the pruned one step by step, the
-pruned one also by a stepper, which packs the weights that are left.
+it to a tenth of its recurrent weights as training continues, and serves the dense and the pruned LSTM step by step, the
+pruned one also with a stepper, which packs the kept weights.
 """
 
 import copy
@@ -34,14 +34,14 @@ class Forecaster(nn.Module):
 
 
 def recording() -> Tensor:
-    """(T,), shifted and scaled such that its training part has mean 0 and variance 1."""
+    """Return the recording (T,), normalised such that its training part has mean 0 and variance 1."""
     path = matplotlib.cbook.get_sample_data("membrane.dat", asfileobj=False)
     potential = torch.from_numpy(np.fromfile(path, np.float32).reshape(-1, 2)[:, 0].copy())
     return (potential - potential[:TRAINED].mean()) / potential[:TRAINED].std()
 
 
 def train(model: Forecaster, x: Tensor, steps: int, learning_rate: float, density: float = 1.0) -> None:
-    """Lowers the density of the recurrent weights from 1 to ``density`` on the way."""
+    """Train, and lower the density of the recurrent weights from 1 to ``density`` on the way."""
     chunks = x[:TRAINED].view(-1, CHUNK).T[:, :, None]  # (CHUNK, sequences, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     for step in range(steps):
@@ -57,7 +57,7 @@ def train(model: Forecaster, x: Tensor, steps: int, learning_rate: float, densit
 
 
 def by_hand(model: Forecaster) -> Callable[[Tensor], Tensor]:
-    """The state handed from call to call."""
+    """Run steps that pass the state from call to call."""
     state = None
 
     def step(value: Tensor) -> Tensor:

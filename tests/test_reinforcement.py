@@ -38,7 +38,7 @@ def test_the_example_runs(example, capsys):
 def test_resets_and_steps_train_as_a_masked_loop_does(example):
     """The same rewards, and after the update the same weights."""
     results = []
-    for kind, layer in ((example.Ours, ostinato.GRU), (example.Torchs, nn.GRU)):
+    for kind, layer in ((example.OurPolicy, ostinato.GRU), (example.TorchPolicy, nn.GRU)):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             env = example.Recall(example.ENVS)
