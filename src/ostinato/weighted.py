@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ostinato.cuda_graphs.calls import MOST_STEPS, RepeatedCalls, are_worth
 from ostinato.kernels.matmul.precision import layers_allow_tf32, product_switches
-from ostinato.kernels.operators.eager import Prepared, is_differentiated
+from ostinato.kernels.operators.eager import Prepared
 from ostinato.kernels.persistent.backends import is_captured
+from ostinato.kernels.persistent.modes import is_vmapped
 from ostinato.kernels.recurrence.arguments import by_kind
 from ostinato.kernels.recurrence.weighted.operator import weighted_recurrence
 from ostinato.kernels.scan import Order
@@ -39,9 +40,10 @@ def run_all_steps(
     sequences, parameters = by_kind([x.dim() == 3 for x in arguments], arguments)
     x, *inputs = *sequences, *parameters, *initial
     counts = len(sequences), len(parameters)
-    run = functools.partial(_launch, trace, dtype, *counts, order._replace(resets=None), backend)
+    # Whose samples do not tell what is differentiated around it.
+    training = torch.is_grad_enabled() and (is_vmapped() or any(y.requires_grad for y in (weight_hh, x, *inputs)))
+    run = functools.partial(_launch, trace, dtype, *counts, order._replace(resets=None), backend, training)
     if (repeated := _repeated_calls(run, weight_hh, x, inputs, order)) is not None:
-        training = is_differentiated([weight_hh, x, *inputs])
         results = repeated.replay(cast(nn.Parameter, weight_hh), x, inputs, [weight_hh], order.resets, training)
         if results is not None:
             return results
@@ -55,6 +57,7 @@ def _launch(
     parameters: int,
     order: Order,
     backend: str,
+    training: bool,
     x: Tensor,
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -67,8 +70,8 @@ def _launch(
     per_channel = given[sequences : sequences + parameters]
     together = torch.cat(per_channel) if per_channel else joined.new_empty(0)
     h0, c0, *_ = *(y.to(dtype) for y in given[sequences + parameters :]), None, None
-    options = order._replace(resets=resets)
-    return weighted_recurrence(trace, weights[0].to(dtype), joined, together, h0, c0, *options, backend)
+    options = *order._replace(resets=resets), backend, training
+    return weighted_recurrence(trace, weights[0].to(dtype), joined, together, h0, c0, *options)[:-1]
 
 
 def _repeated_calls(

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from comparisons import same_bits
 from gpus import H100
 from ostinato.kernels.cuda import nvrtc
-from ostinato.kernels.operators import eager
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda.source import code, macros
 from ostinato.kernels.persistent.sequences import Sequences
@@ -156,7 +155,7 @@ def test_shared_memory_has_room_for_what_threads_hand_to_each_other(cell, backwa
     for room, fits in ((chosen.handed, True), (chosen.handed // 2, False)):
         text = f'{code(chosen)}static_assert({numbers} <= {room}, "no room");'
         with contextlib.nullcontext() if fits else pytest.raises(nvrtc.DoesNotCompile, match="no room"):
-            nvrtc.compile_cubin(text, "sm_90", dict(macros(chosen, resets=True, packed=True)))
+            nvrtc.compile_cubin(text, "sm_90", dict(macros(chosen, resets=True, packed=True, keeps=not backward)))
 
 
 @pytest.fixture
@@ -171,12 +170,12 @@ def imagined(monkeypatch):
     persistent._geometries.cache_clear()
 
 
-def executor_of(cell, hidden, dtype, backward=False, batch=4, device="cpu"):
+def executor_of(cell, hidden, dtype, backward=False, training=False, batch=4, device="cpu"):
     # Of the tensors only shapes and dtypes are read.
     weight = torch.empty(1, 1, dtype=dtype, device=device).expand(CELLS[cell][3] * hidden, hidden)
     like = torch.empty(1, 1, 1, dtype=dtype, device=device).expand(batch, 3, hidden)
     return persistent.executor_of(
-        Layer(traced(cell), weight, like.new_empty(0, hidden), None, Sequences(batch)), like, backward
+        Layer(traced(cell), weight, like.new_empty(0, hidden), None, Sequences(batch)), like, backward, training
     )
 
 
@@ -190,9 +189,8 @@ def test_layers_that_fit_on_the_chip_have_a_persistent_kernel(imagined):
     assert not imagined
 
 
-def test_both_passes_of_a_call_that_is_differentiated_are_compiled_together(imagined, monkeypatch):
-    monkeypatch.setattr(eager.current_call, "differentiated", True, raising=False)
-    executor_of("gru", 256, f16)
+def test_both_passes_of_training_are_compiled_together(imagined):
+    executor_of("gru", 256, f16, training=True)
     assert [g.backward for g in imagined.pop()] == [False, True]
 
 
@@ -208,12 +206,11 @@ def test_what_does_not_compile_is_left_to_other_kernels(error, imagined, monkeyp
         monkeypatch.setattr(persistent, "compile_kernels", compile_kernels)
 
     refusing(lambda g: g.distributed)
-    monkeypatch.setattr(eager.current_call, "differentiated", True, raising=False)
-    assert isinstance(executor_of("gru", 256, f16), persistent.Persistent)
+    assert isinstance(executor_of("gru", 256, f16, training=True), persistent.Persistent)
     assert any(g.distributed for g in imagined[0])
     assert [(g.backward, g.distributed) for g in imagined[-1]] == [(False, False), (True, False)]
     refusing(lambda g: g.backward)
-    assert isinstance(executor_of("gru", 256, f16), persistent.Persistent)
+    assert isinstance(executor_of("gru", 256, f16, training=True), persistent.Persistent)
     assert [g.backward for g in imagined[-1]] == [False]
     refusing(lambda g: True)
     assert executor_of("gru", 256, f16) is None
@@ -243,9 +240,12 @@ class Case:
         return (torch.randn(shape) * scale).to(self.dtype).cuda()
 
     def forward(self, executor, convert=lambda x: x):
-        """All states and the last ones."""
-        states, last = executor.forward(self._layer(convert), convert(self.rows).clone())
-        return [*states, *last]
+        """All states, the last ones, and the arguments with the products added."""
+        states, last, kept = executor.forward(self._layer(convert), convert(self.rows).clone(), True)
+        again, *_, nothing = executor.forward(self._layer(convert), convert(self.rows).clone(), False)
+        assert same_bits(again, states)
+        assert nothing is None
+        return [*states, *last, kept]
 
     def backward(self, executor, convert=lambda x: x):
         """All gradients, of states and sums that are any numbers."""

@@ -135,9 +135,9 @@ struct Units : Block {
             if (KEPT == Kept::ALL_STATES && HAS_SECOND) adjacent_bits(c + i).store(p.second + at);
             if constexpr (KEEPS_GATES) {
                 if (KEPT == Kept::RECURRENT) adjacent_bits(c + i).store(p.candidates + at);
-                Scalar* gates = p.gates + index(rows.first, i, GATES);
+                Scalar* gates = p.gates + index(rows.first, i, INPUTS);
 #pragma unroll
-                for (int g = 0; g < GATES; ++g) projected[i / ADJACENT][g].store(gates + g * HIDDEN);
+                for (int g = 0; g < INPUTS; ++g) projected[i / ADJACENT][g].store(gates + g * HIDDEN);
             }
         }
     }

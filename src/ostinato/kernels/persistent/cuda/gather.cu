@@ -8,7 +8,7 @@
 
 constexpr int LANES = (UNITS * COLUMNS + 31) / 32 * 32;       // threads of a part, one for each item
 constexpr int OPERANDS = INPUTS + RESETS;                     // of an item, for a step
-constexpr int RESULTS = KEEPS_GATES ? 2 + GATES : 1 + HAS_SECOND;  // of a step
+constexpr int RESULTS = KEEPS_GATES ? 2 + INPUTS : 1 + HAS_SECOND;  // of a step
 constexpr int HANDED = 2 * (OPERANDS + RESULTS) * LANES * 4;  // bytes
 constexpr bool WRITES_APART = 3 * LANES <= THREADS;           // or else those who carry operands write, too
 static_assert(2 * LANES <= THREADS, "an item for each thread of a part");

@@ -51,7 +51,7 @@ struct Parameters {
     const Scalar *h0, *c0;        // (batch, HIDDEN), or null for zeros
     Pack* output;                 // (rows, HIDDEN), forward
     float* cells;                 // (rows, HIDDEN), with Kept::CELLS: forward written if not null, backward read
-    Scalar* gates;                // (rows, GATES * HIDDEN), forward, with KEEPS_GATES: what the backward takes as `pre`
+    Scalar* gates;                // (rows, INPUTS * HIDDEN), forward, with KEEPS_GATES: what the backward takes as `pre`
     Pack* candidates;             // (rows, HIDDEN), with Kept::RECURRENT: what the backward takes as `candidate`
     Pack *h_n, *c_n;              // (batch, HIDDEN), forward
     const Scalar* candidate;      // (rows, HIDDEN), backward, with Kept::RECURRENT, as the next

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.recurrence.arguments import in_order, initial_states
+from ostinato.kernels.recurrence.backends import nonlinear_kernels_on
 from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
 from ostinato.kernels.recurrence.symbolic.trace import parse
@@ -32,8 +33,9 @@ def by_steps(
     resets: Tensor | None,
     reverse: bool,
     backend: str,
+    training: bool,
 ) -> tuple[Tensor, ...]:
-    """The operator ``weighted_recurrence`` in PyTorch operations; differentiable."""
+    """The operator ``weighted_recurrence`` in PyTorch operations; differentiable, so that zeros are kept."""
     trace = parse(recurrence)
     width = weight_hh.shape[1]
     arguments = in_order(trace.sequences, sequences.split(width, -1), parameters.split(width))
@@ -46,4 +48,12 @@ def by_steps(
 
     initial = [x.to(dtype) for x in initial_states(trace, like, h0, c0, cu_seqlens)]
     results = sequential(step, initial, [x.to(dtype) for x in arguments], order_of(cu_seqlens, resets, reverse))
-    return tuple(x.to(like.dtype) for x in results)
+    return *(x.to(like.dtype) for x in results), empty_kept(sequences, backend, training).zero_()
+
+
+def empty_kept(like: Tensor, backend: str, training: bool) -> Tensor:
+    """An empty tensor of the shape of what the forward pass of the operator keeps for sequences like these."""
+    if not training or nonlinear_kernels_on(backend, like.device.type) is None:
+        return like.new_empty(0)
+    batch, length, width = like.shape
+    return like.new_empty(batch * length, width)

@@ -40,10 +40,13 @@ class Layer(NamedTuple):
 class Executor(Protocol):
     """Computes all steps in rows: ``stepwise.py`` does, and on a GPU ``persistent.py``."""
 
-    def forward(self, layer: Layer, rows: Tensor, /) -> tuple[list[Tensor], list[Tensor]]:
+    def forward(
+        self, layer: Layer, rows: Tensor, training: bool, /
+    ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
         """The states after every step, (rows, D) each, and the last ones, (sequences, D) each.
 
-        ``rows`` are the arguments, without products.
+        ``rows`` are the arguments, without products.  For the backward pass of training the arguments with the products
+        added come third.
         """
 
     def backward(
@@ -57,6 +60,6 @@ class Executor(Protocol):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Gradients of the rows, of the parameters, (P, D), in at least float32, and of the initial states.
 
-        ``rows`` are the arguments with the products added, ``before`` the states before each step, (rows, D) each, and
-        ``grads`` and ``grads_last`` the gradients of what the forward returned, None for zeros.
+        ``rows`` are what the forward pass kept of the arguments, ``before`` the states before each step, (rows, D)
+        each, and ``grads`` and ``grads_last`` the gradients of what the forward returned, None for zeros.
         """

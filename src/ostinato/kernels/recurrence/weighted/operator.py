@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.matmul.gemm import gradient_of_weight, linear
+from ostinato.kernels.matmul.gemm import gradient_of_weight
 from ostinato.kernels.matmul.precision import layers_allow_tf32
 from ostinato.kernels.operators.dispatch import gradient, gradients, operator, or_empty
 from ostinato.kernels.persistent.modes import without_autocast
@@ -15,18 +15,20 @@ from ostinato.kernels.recurrence.arguments import last_shape, or_zeros
 from ostinato.kernels.recurrence.backends import nonlinear_kernels_on
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.recurrence.weighted import stepwise
-from ostinato.kernels.recurrence.weighted.definition import by_steps
+from ostinato.kernels.recurrence.weighted.definition import by_steps, empty_kept
 from ostinato.kernels.recurrence.weighted.layer import Executor, Layer
 from ostinato.kernels.recurrence.weighted.rows import Rows
 from ostinato.kernels.scan import Order, order_of
 from ostinato.kernels.scan.operators import check_cu_seqlens
 
-# weighted_recurrence(recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend)
-#   -> states, last states
+# weighted_recurrence(
+#     recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend, training
+# ) -> states, last states, and what is kept for the backward pass
 #
 # recurrence is the text of a trace.  Its arguments are N concatenated sequences, (B, T, N*D), and P concatenated
 # parameters, (P*D,), whose dtype may differ.  The products of weight_hh, (G*D, D), with the first state before a step
-# are added to the first G sequences.  The other arguments are those of nonlinear_recurrence.
+# are added to the first G sequences.  The other arguments are those of nonlinear_recurrence.  In training, kernels keep
+# the sequences with the products added, (rows, N*D), in the order of Rows.
 
 
 def _forward(
@@ -40,22 +42,25 @@ def _forward(
     resets: Tensor | None,
     reverse: bool,
     backend: str,
+    training: bool,
 ) -> list[Tensor]:
     count, initial = parse(recurrence).states, (h0, c0)
     check_cu_seqlens(cu_seqlens, sequences.shape[1])
     kernels = nonlinear_kernels_on(backend, sequences.device.type)
     if sequences.numel() == 0:
         states, last = _like_states(recurrence, sequences, weight_hh, cu_seqlens)
-        return [*states, *(y.zero_() if x is None else x.clone() for x, y in zip(initial, last, strict=False))]
+        last = [y.zero_() if x is None else x.clone() for x, y in zip(initial, last, strict=False)]
+        return [*states, *last, empty_kept(sequences, backend, training)]
     if kernels is None:
-        args = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend
+        args = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend, training
         results, (states, _) = by_steps(*args), _like_states(recurrence, sequences, weight_hh, cu_seqlens)
         return [*(y.copy_(x) for y, x in zip(states, results, strict=False)), *results[count:]]
     order = order_of(cu_seqlens, resets, reverse)
     rows, layer = _rows_and_layer(recurrence, weight_hh, sequences, parameters, initial[:count], order)
     with without_autocast(sequences.device.type):
-        after, last = _executor_of(layer, sequences, False).forward(layer, rows.of(sequences))
-    return [*map(rows.back, after), *map(rows.states_back, last)]
+        executor = _executor_of(layer, sequences, False, training)
+        after, last, kept = executor.forward(layer, rows.of(sequences), training)
+    return [*map(rows.back, after), *map(rows.states_back, last), or_empty(kept, sequences)]
 
 
 def _rows_and_layer(
@@ -76,13 +81,13 @@ def _rows_and_layer(
     return rows, Layer(trace, weight_hh, parameters.view(-1, width), states, rows.sequences)
 
 
-def _executor_of(layer: Layer, like: Tensor, backward: bool) -> Executor:
+def _executor_of(layer: Layer, like: Tensor, backward: bool, training: bool) -> Executor:
     """The executor of the forward or backward pass, for sequences like `like`: persistent if the weights fit."""
     executor = None
     if like.is_cuda:
         from ostinato.kernels.recurrence.weighted import persistent
 
-        executor = persistent.executor_of(layer, like, backward)
+        executor = persistent.executor_of(layer, like, backward, training)
     return executor or stepwise
 
 
@@ -104,27 +109,29 @@ def _empty_like_rows(like: Tensor, width: int, cu_seqlens: Tensor | None) -> Ten
 
 
 def _fake(recurrence: str, weight_hh: Tensor, sequences: Tensor, *others: Any) -> list[Tensor]:
-    states, last = _like_states(recurrence, sequences, weight_hh, others[3])
-    return [*states, *last]
+    *_, cu_seqlens, _, _, backend, training = others
+    states, last = _like_states(recurrence, sequences, weight_hh, cu_seqlens)
+    return [*states, *last, empty_kept(sequences, backend, training)]
 
 
 def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    ctx.recurrence, *tensors, ctx.reverse, ctx.backend = inputs
-    ctx.save_for_backward(*tensors, *output[: parse(ctx.recurrence).states])
+    ctx.recurrence, *tensors, ctx.reverse, ctx.backend, _ = inputs
+    ctx.save_for_backward(*tensors, *output[: parse(ctx.recurrence).states], output[-1])
     ctx.set_materialize_grads(False)
 
 
 def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
+    grads = grads[:-1]
     if all(g is None for g in grads):
-        return (None,) * 10
+        return (None,) * 11
     saved = ctx.saved_tensors  # read only once, as checkpointing recomputes them at every access
     *tensors, h0, c0, cu_seqlens, resets = saved[:7]
-    states = saved[7:]
-    cotangents = [states[0].new_empty(0) if g is None else g for g in grads]
+    kept = [x.detach() for x in saved[7:]]  # follows from the inputs, as do all derivatives
+    cotangents = [kept[0].new_empty(0) if g is None else g for g in grads]
     options = cu_seqlens, resets, ctx.reverse, ctx.backend
-    *grad_tensors, grad_h0, grad_c0 = _backward(ctx.recurrence, *tensors, h0, c0, *options, *cotangents, *states)
+    *grad_tensors, grad_h0, grad_c0 = _backward(ctx.recurrence, *tensors, h0, c0, *options, *cotangents, *kept)
     grad_initial = None if h0 is None else grad_h0, None if c0 is None else grad_c0
-    return None, *grad_tensors, *grad_initial, None, None, None, None
+    return None, *grad_tensors, *grad_initial, *(None,) * 5
 
 
 def _backward_impl(
@@ -142,7 +149,8 @@ def _backward_impl(
 ) -> list[Tensor]:
     """Gradients of weight_hh, the sequences, the parameters, h0 and c0; empty for absent initial states.
 
-    ``tensors`` are the gradients of the states and of the last states, empty for zeros, then the states.
+    ``tensors`` are the gradients of the states and of the last states, empty for zeros, then the states, and what else
+    the forward pass kept.
     """
     count = parse(recurrence).states
     grads, grads_last, states = (tensors[k * count : (k + 1) * count] for k in range(3))
@@ -163,15 +171,12 @@ def _backward_impl(
     rows, layer = _rows_and_layer(recurrence, weight_hh, sequences, parameters, initial, order)
     firsts: Sequence[Tensor | None] = layer.initial or [None] * count
     before = [previous(rows.of(y), x, layer.sequences) for y, x in zip(states, firsts, strict=True)]
-    tf32, arguments = layers_allow_tf32(sequences.device, sequences.dtype), rows.of(sequences)
+    tf32 = layers_allow_tf32(sequences.device, sequences.dtype)
     row_grads = [rows.of(g) if g.numel() else None for g in grads]
     row_grads_last: list[Tensor | None] = [rows.of_states(g) if g.numel() else None for g in grads_last]
-    executor = _executor_of(layer, sequences, True)
+    executor = _executor_of(layer, sequences, True, True)
     with without_autocast(sequences.device.type):
-        sums = linear(before[0], weight_hh, None, tf32).add_(arguments[:, : layer.with_products])
-        if layer.with_products < arguments.shape[1]:
-            sums = torch.cat([sums, arguments[:, layer.with_products :]], 1)
-        grad_rows, grad_parameters, grads_h0 = executor.backward(layer, sums, before, row_grads, row_grads_last)
+        grad_rows, grad_parameters, grads_h0 = executor.backward(layer, tensors[-1], before, row_grads, row_grads_last)
         grad_weight = gradient_of_weight(grad_rows[:, : layer.with_products], before[0], tf32=tf32)
     grad_initial = [
         sequences.new_empty(0) if x is None else rows.states_back(g) for x, g in zip(initial, grads_h0, strict=True)
@@ -191,8 +196,8 @@ def _backward_fake(
 
 def _composite(recurrence: str, *others: Any) -> tuple[Tensor, ...]:
     """The gradients, as :func:`_backward_impl` returns them, in differentiable operations."""
-    args, tensors = (recurrence, *others[:9]), others[9:]
-    cotangents = [g if g.numel() else None for g in tensors[: 2 * parse(recurrence).states]]
+    args, tensors = (recurrence, *others[:9], False), others[9:]
+    cotangents = [*(g if g.numel() else None for g in tensors[: 2 * parse(recurrence).states]), None]
     wanted = [isinstance(x, Tensor) and x.is_floating_point() for x in args]
     return tuple(or_empty(g, args[2]) for g in gradients(by_steps, args, cotangents, wanted)[1:6])
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.matmul.precision import layers_allow_tf32
-from ostinato.kernels.operators import eager
 from ostinato.kernels.persistent import arguments
 from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
@@ -28,15 +27,16 @@ class Persistent:
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
 
-    def forward(self, layer: Layer, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def forward(self, layer: Layer, rows: Tensor, training: bool) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
         batch, width = layer.sequences.batch, layer.width
         states = [rows.new_empty(len(rows), width) for _ in range(layer.trace.states)]
         last, parameters = [rows.new_empty(batch, width) for _ in states], layer.parameters.to(torch.float32)
-        tensors = {"pre": rows, "parameters": parameters}
+        kept = torch.empty_like(rows) if training else None
+        tensors = {"pre": rows, "parameters": parameters, "gates": kept}
         tensors |= dict(zip(("output", "second"), states, strict=False))
         tensors |= dict(zip(("h_n", "c_n"), last, strict=False))
         launch(self._geometry, (_arguments(layer), tensors))
-        return states, last
+        return states, last, kept
 
     def backward(
         self,
@@ -59,13 +59,13 @@ class Persistent:
         return grad_rows, totals.sum(0), grad_initial
 
 
-def executor_of(layer: Layer, like: Tensor, backward: bool) -> Persistent | None:
+def executor_of(layer: Layer, like: Tensor, backward: bool, training: bool) -> Persistent | None:
     """The executor of the forward or backward pass for tensors like `like`; None if the weights do not fit on chip."""
     batch, offsets, resets, _ = layer.sequences
     sizes = layer.with_products // layer.width, layer.width, batch, like.dtype, like.get_device()
     variant = resets is not None, offsets is not None, layers_allow_tf32(like.device, like.dtype)
-    both = not backward and eager.current_call.differentiated
-    geometries = _geometries(layer.trace, *sizes, *variant, (False, True) if both else (backward,))
+    passes = (backward,) if backward or not training else (False, True)  # the next, too, is compiled
+    geometries = _geometries(layer.trace, *sizes, *variant, training, passes)
     return None if geometries is None else Persistent(geometries[0])
 
 
@@ -80,6 +80,7 @@ def _geometries(
     resets: bool,
     packed: bool,
     tf32: bool,
+    training: bool,
     passes: tuple[bool, ...],
     distributed: bool = True,
 ) -> list[Geometry] | None:
@@ -103,9 +104,9 @@ def _geometries(
         elif not geometries:
             return None
     try:
-        compile_kernels(index, resets, packed, False, 1, *geometries)
+        compile_kernels(index, resets, packed, training, 1, *geometries)
     except (MemoryError, nvrtc.DoesNotCompile):
-        call = trace, products, width, batch, dtype, index, resets, packed, tf32
+        call = trace, products, width, batch, dtype, index, resets, packed, tf32, training
         if any(geometry.distributed for geometry in geometries):
             return _geometries(*call, passes, False)
         return _geometries(*call, passes[:1]) if len(passes) > 1 else None

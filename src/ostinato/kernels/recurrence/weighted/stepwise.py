@@ -12,7 +12,7 @@ from ostinato.kernels.scan import Order
 _ONE_STEP = Order()
 
 
-def forward(layer: Layer, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def forward(layer: Layer, rows: Tensor, training: bool) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     """See :class:`~ostinato.kernels.recurrence.weighted.layer.Executor`."""
     trace, sequences = layer.trace, layer.sequences
     work, width = _widened(rows, copy=True), layer.width
@@ -27,7 +27,8 @@ def forward(layer: Layer, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
                 x[:live].masked_fill_(sequences.resets[step, None], 0.0)
         work[step, : layer.with_products].addmm_(carried[0][:live], weight)
         advance(step)
-    return [x.to(rows.dtype) for x in states], [x.to(rows.dtype) for x in carried]
+    states, last = ([x.to(rows.dtype) for x in own] for own in (states, carried))
+    return states, last, work.to(rows.dtype) if training else None
 
 
 def backward(

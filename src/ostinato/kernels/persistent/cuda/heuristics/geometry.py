@@ -268,8 +268,8 @@ class Geometry(NamedTuple):
         """
         if self.generated is None:
             return self.products + 5 + 4
-        _, _, sequences, parameters, states, derivatives = self.generated
-        return derivatives + 5 + sequences + parameters if self.backward else sequences + 1 + states
+        _, _, sequences, parameters, _, derivatives = self.generated
+        return derivatives + 5 + sequences + parameters if self.backward else 2 * sequences + 3
 
     @property
     def registers(self) -> int:
