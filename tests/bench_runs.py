@@ -1,4 +1,4 @@
-"""Small workloads for the tests of benchmarks, and runs of them by the command."""
+"""Small workloads for the tests of benchmarks, and runs of the benchmark commands."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How results are compared: up to rounding, and bit by bit."""
+"""Comparisons of results: up to rounding, and bit by bit."""
 
 import torch
 
@@ -6,26 +6,26 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, tor
 
 
 def assert_close(got, expected, tolerance=None):
-    """Equal shapes, dtypes and, relative to the largest element, values."""
+    """Assert equal shapes and dtypes, and values that are close relative to the largest element."""
     if expected is None:
         assert got is None
         return
     assert got.shape == expected.shape
     assert got.dtype == expected.dtype
-    # Inputs are of order 1: a lone result near 0 is what their cancellation left, and no scale for its own error.
+    # Inputs are of order 1: where all results are near 0 by cancellation, they are no scale for their own error.
     scale = expected.double().abs().amax().clamp(min=0.1) if expected.numel() else 1.0
     error = (got.double() - expected.double()).abs() / scale
     assert error.numel() == 0 or error.max() <= (TOLERANCE[got.dtype] if tolerance is None else tolerance)
 
 
 def assert_all_close(got, expected, tolerance=None):
-    """As many results, each close to what is expected."""
+    """Assert the expected number of results, each close to the expected one."""
     for x, y in zip(got, expected, strict=True):
         assert_close(x, y, tolerance)
 
 
 def same_bits(got, expected, equal_nan=False):
-    """Whether there are as many results, each None in both, or of equal shapes, dtypes and numbers."""
+    """Whether both have the same number of results, which are pairwise None or equal in shape, dtype and value."""
     got, expected = [*got], [*expected]
     return len(got) == len(expected) and all(_are_equal(x, y, equal_nan) for x, y in zip(got, expected, strict=True))
 

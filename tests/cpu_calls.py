@@ -1,4 +1,4 @@
-"""A call of every entry point of the CPU's scans and minimal layers, for tests of what they all share."""
+"""Calls of every entry point of the CPU's scans and minimal layers, for tests of what they share."""
 
 import torch
 
@@ -7,7 +7,7 @@ from ostinato.kernels.scan import Order, cpu
 
 
 def everything(seed):
-    """A call of every entry point, large enough for several pieces."""
+    """Call every entry point, with inputs large enough to be split among threads."""
     generator = torch.Generator().manual_seed(seed)
     a, b, grad_h = (torch.rand(3, 50, 70, generator=generator) for _ in range(3))
     wide = torch.rand(1, 9, 2100, generator=generator)

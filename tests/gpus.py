@@ -1,4 +1,4 @@
-"""GPUs that kernels are compiled and planned for, none of which has to be there."""
+"""GPUs that kernels are compiled and planned for in tests that run without one."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ GPUS = {
     "H200": Device(132, 4.9e12, 227 << 10, 228 << 10, True),
     "B200": Device(148, 8e12, 227 << 10, 228 << 10, True),
 }
-H100 = SimpleNamespace(  # its properties, of which torch knows
+H100 = SimpleNamespace(  # its properties, named as in torch
     multi_processor_count=132,
     shared_memory_per_block_optin=232448,
     regs_per_multiprocessor=65536,

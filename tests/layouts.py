@@ -1,10 +1,10 @@
-"""The layouts in memory that the inputs of kernels may have."""
+"""Memory layouts of the inputs of kernels."""
 
 import torch
 
 
 def strided(x, layout):
-    """The same (B, T, D) values, otherwise in memory."""
+    """Return the same (B, T, D) values in another memory layout."""
     if layout == "time-major":
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     if layout == "time-contiguous":

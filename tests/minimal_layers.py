@@ -1,4 +1,4 @@
-"""The passes of minimal layers, by each backend, as the tests of kernels call them."""
+"""Forward and backward pass of minimal layers on a given backend, as the tests of kernels call them."""
 
 from ostinato.kernels.recurrence.linear.layer import layer_scan, layer_scan_backward
 from ostinato.minimal.recurrences import GATES, recurrence_of

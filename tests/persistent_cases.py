@@ -1,4 +1,4 @@
-"""Layers with random weights that the persistent CUDA kernels run, and the comparison with the loop over time."""
+"""Layers with random weights for the persistent CUDA kernels, and their comparison with the loop over time."""
 
 import itertools
 import random
@@ -96,7 +96,7 @@ class Case:
         return (torch.rand(shape, device=self.device) * 2 - 1).to(self.dtype)
 
     def inputs(self, steps, batch=None, with_state=True, packed=False, resets=0.0):
-        """Arguments of forward between the projected input and what the kernels are told beside them."""
+        """Return the projected input, the initial states, and the sequences with their resets."""
         batch = batch or self.batch
         sizes = [batch] * steps
         if packed:
@@ -114,11 +114,11 @@ class Case:
         return Layer(self.cell, self.weight, self.bias, self.mask, h, c, sequences._replace(reverse=reverse))
 
     def forward(self, inputs, reverse, kernels=cuda, wide=lambda x: x):
-        projected = inputs[0].clone()  # which a forward may write to
+        projected = inputs[0].clone()  # the forward pass may write to it
         return kernels.forward(wide(self.layer(inputs, reverse)), wide(projected), self.plan, True)
 
     def gradients(self, inputs, reverse):
-        """What backward gets; the states and arguments of gates are any numbers."""
+        """Return arguments of the backward pass, with random states and pre-activations."""
         projected, h, c, _ = inputs
         states = self.uniform(len(projected), self.hidden)
         rnn, gru, lstm = self.cell.startswith("rnn"), self.cell == "gru", self.cell == "lstm"
@@ -133,12 +133,12 @@ class Case:
 
     @staticmethod
     def backward(gradients, kernels=cuda, wide=lambda x: x):
-        """What backward returns, but the sum of the rows to be summed, of which the reference has another number."""
+        """Run the backward pass, and sum the rows that it leaves unsummed, whose number differs in the reference."""
         *others, rows = kernels.backward(*map(wide, gradients))
         return (*others, rows.sum(0))
 
     def both(self, inputs, gradients, reverse, kernels=cuda, wide=lambda x: x):
-        """All that forward and backward return; forward alone where no kernel fits backward."""
+        """Run the forward and the backward pass, or only the former where no kernel fits the backward pass."""
         results = self.forward(inputs, reverse, kernels, wide)
         return (*results, *self.backward(gradients, kernels, wide)) if self.is_trained else results
 
@@ -151,7 +151,7 @@ class Case:
 
 
 def double(x):
-    """A tensor of floating point numbers, or all in a tuple, in float64."""
+    """Convert a floating-point tensor, or all in a tuple, to float64."""
     if isinstance(x, Layer | Saved):
         return type(x)(*map(double, x))
     if type(x) is tuple:
@@ -160,16 +160,16 @@ def double(x):
 
 
 def errors(found, expected):
-    """Of all results that both have: of a GRU a kernel may keep what the reference has no use for.
+    """Return the errors of all results that both have: a GRU's kernel may save tensors that the reference does not.
 
-    They are relative, but for a result of one or a few numbers that have nearly cancelled each other.
+    They are relative, except for results of one or a few numbers that have nearly cancelled.
     """
     pairs = [(x, y) for x, y in zip(found, expected, strict=True) if x is not None and y is not None]
     return torch.stack([(x.double() - y).norm() / y.norm().clamp(min=0.1) for x, y in pairs])
 
 
 def assert_matches_the_reference(case, run, tolerance):
-    """What a pass returns: the same bits twice, and up to rounding what the loop over time in float64 does."""
+    """Assert that a pass returns the same bits twice, close to the results of the loop over time in float64."""
     found, again = run(), run()
     case.check()
     assert same_bits(found, again)
@@ -177,6 +177,6 @@ def assert_matches_the_reference(case, run, tolerance):
 
 
 def assert_compiles(geometry, architecture="sm_90", **calls):
-    """The kernel of a geometry, for calls with resets, with packed sequences, or that keep the gates."""
+    """Compile the kernel of a geometry, for calls with resets or packed sequences, or that save the gates."""
     text, definitions = code(geometry), dict(macros(geometry, **calls))
     assert nvrtc.compile_cubin(text, architecture + feature(geometry), definitions)[:4] == b"\x7fELF"

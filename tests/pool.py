@@ -1,7 +1,7 @@
-"""Processes that are started once and run one function after the other together, as a process group of gloo's.
+"""A pool of processes, started once, that together run one function after another as a gloo process group.
 
-They are forked from one that has imported this library, and others can be at any time, for what takes a process of its
-own: that costs a few milliseconds, where an interpreter takes seconds to import PyTorch.
+They are forked from a process that has imported this library, which takes a few milliseconds, whereas an interpreter
+takes seconds to import PyTorch.  Further processes can be forked for tests that need one of their own.
 """
 
 import os
@@ -12,11 +12,11 @@ from torch import distributed
 
 
 class Pool:
-    """`size` processes; :meth:`run` takes as many of them as asked for, :meth:`apart` starts another."""
+    """Holds `size` processes; :meth:`run` uses some of them, and :meth:`apart` starts another."""
 
     def __init__(self, size, folder):
         self.size, self.folder, self.calls = size, folder, 0
-        self.context = torch.multiprocessing.get_context("forkserver")  # of which one process imports for all
+        self.context = torch.multiprocessing.get_context("forkserver")  # whose server imports for all
         self.context.set_forkserver_preload(["ostinato.models", "torch.distributed.fsdp", "torch._dynamo", "numba"])
         self.start()
 
@@ -28,20 +28,20 @@ class Pool:
             theirs.close()
 
     def apart(self, function, *arguments):
-        """A process of its own that calls function(*arguments)."""
+        """Start another process that calls function(*arguments)."""
         process = self.context.Process(target=function, args=arguments, daemon=True)
         process.start()
         return process
 
     def run(self, size, function, *arguments):
-        """What function(*arguments) returns in each of `size` processes that are one group, float64 their default."""
+        """Call function(*arguments) in a group of `size` processes, with float64 as default; return their results."""
         self.calls += 1
         members = self.members[:size]
         for _, pipe in members:
             pipe.send((function, arguments, size, str(self.folder / str(self.calls))))
         answers = [_answer(pipe) for _, pipe in members]
         failed = [f"process {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
-        if failed:  # the others may wait for it
+        if failed:  # the others may be waiting for it
             self.close()
             self.start()
             raise AssertionError("\n".join(failed))
@@ -67,7 +67,7 @@ def _serve(pipe, rank):
         try:
             function, arguments, size, file = pipe.recv()
         except EOFError:
-            os._exit(0)  # what is left of gloo's threads at an ordinary end now and then aborts the process
+            os._exit(0)  # at an ordinary exit, remaining gloo threads sometimes abort the process
         torch.set_default_dtype(torch.float64)
         distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
         try:
@@ -75,5 +75,5 @@ def _serve(pipe, rank):
         except BaseException:
             answer = None, traceback.format_exc()
         pipe.send(answer)
-        distributed.barrier()  # one that leaves while others still connect their groups is taken for crashed by gloo
+        distributed.barrier()  # gloo takes a process that leaves while others are still connecting for crashed
         distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Names that classes derived from layers may give attributes of their own, and ours must therefore not rely on."""
+"""Attribute names that classes derived from layers may use, so that our classes must not rely on them."""
 
 _WORDS = """
     arguments at_once buffer cache call cell check_shapes computes copied device dropout fast fits frozen gates hidden

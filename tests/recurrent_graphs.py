@@ -1,4 +1,4 @@
-"""What tests of RNN, GRU and LSTM in CUDA graphs share: small layers on a GPU, what is given to them, gradients."""
+"""Helpers of tests of RNN, GRU and LSTM in CUDA graphs: small layers on a GPU, their inputs, gradients."""
 
 import torch
 
@@ -34,7 +34,7 @@ def flat(*results):
 
 
 def gradients(layer, results, inputs, chosen=(0, 1, 2), **options):
-    """Of all parameters and these inputs, by some of the results."""
+    """Return the gradients of all parameters and of these inputs, by a loss of the chosen results."""
     results = [x for i, x in enumerate(flat(*results)) if i in chosen]
     wanted = [*layer.parameters(), *flat(*inputs)]
     loss = sum((x.float() * x.float().detach().cos()).sum() for x in results)

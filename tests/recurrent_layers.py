@@ -1,4 +1,4 @@
-"""What tests of RNN, GRU and LSTM share: layers and torch.nn's with the same weights, inputs, comparisons, kernels."""
+"""Helpers of tests of RNN, GRU and LSTM: layers, ``torch.nn``'s with the same weights, inputs, comparisons, kernels."""
 
 from types import SimpleNamespace
 
@@ -21,12 +21,12 @@ OPTIONS = [
     {"num_layers": 2, "bias": False, "batch_first": True},
     {"bidirectional": True, "batch_first": True},
 ]
-# Batch, whether it is packed.  On a CPU, one sequence and tiles of four, one of them not full: each tile is a loop.
+# Batch, and whether it is packed.  On a CPU these are one sequence, and full and partial tiles of four sequences.
 SHAPES = [(1, False), (5, False), (None, False), (6, True)]
 
 
 class Stopped(torch.autograd.Function):
-    """Lets no gradient through."""
+    """The identity, without a gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -38,7 +38,7 @@ class Stopped(torch.autograd.Function):
 
 
 def use_kernels(monkeypatch, module):
-    """A module's kernels, on any device, for all calls that they can compute, faster or not."""
+    """Use a module's kernels on any device, for all calls that they can compute, faster or not."""
 
     def make_plan(call, mask_hh, block, *_):
         if module is cpu and call.dtype not in (torch.float32, torch.float64):
@@ -53,13 +53,13 @@ def use_kernels(monkeypatch, module):
 
 
 def forget_calls(monkeypatch):
-    """Check and plan every call anew, until the end of the test."""
+    """Empty the caches of checked and planned calls, until the end of the test."""
     monkeypatch.setattr(sequences, "_CALLS", Prepared())
     monkeypatch.setattr(steps, "_STEPS", Prepared())
 
 
 def by(*which):
-    """For tests in ``recurrent/``: the kernels that compute their layers."""
+    """Mark a test in ``recurrent/`` to run with these kernels."""
     return pytest.mark.parametrize("kernels", which, indirect=True)
 
 
@@ -73,7 +73,7 @@ def pruned(cell, *args, density=0.06, block=(16, 1), keep_diagonal=False, **opti
 
 
 def twin(layer):
-    """The layer of torch.nn with the same weights."""
+    """Return the ``torch.nn`` layer with the same weights."""
     base = next(base for base in type(layer).__mro__ if base in (nn.RNN, nn.GRU, nn.LSTM))
     options = {"nonlinearity": layer.nonlinearity} if base is nn.RNN else {}
     other = base(
@@ -93,20 +93,20 @@ def twin(layer):
 
 
 def flat(result):
-    """All tensors of ``output, hidden``."""
+    """List all tensors of ``output, hidden``."""
     output, hidden = result
     output = output.data if isinstance(output, torch.nn.utils.rnn.PackedSequence) else output
     return [output, *([hidden] if isinstance(hidden, torch.Tensor) else hidden)]
 
 
 def assert_results_close(result, expected, tolerance):
-    """To those of another layer, absolutely; NaN where these are."""
+    """Assert that results are close to another layer's, by absolute error, with NaN in the same places."""
     for ours, theirs in zip(flat(result), flat(expected), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, equal_nan=True)
 
 
 def assert_close_to_exact(result, expected, tolerance):
-    """To float64 results."""
+    """Assert that results are close to float64 ones, by absolute error."""
     for ours, exact in zip(flat(result), flat(expected), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=0, atol=tolerance)
 
@@ -116,7 +116,7 @@ def assert_uses_kernel(layer, batch=1, dtype=None):
 
 
 def inputs(layer, batch, length=12, packed=False, device="cpu"):
-    """An input and initial state; batch None is unbatched."""
+    """Draw an input and initial state; a batch of None is unbatched."""
     generator = torch.Generator().manual_seed(1)
     dtype = layer.weight_hh_l0.dtype
     steps = (length,) if batch is None else (batch, length) if layer.batch_first else (length, batch)
@@ -131,13 +131,13 @@ def inputs(layer, batch, length=12, packed=False, device="cpu"):
 
 
 def leaves(layer, x, hx):
-    """What has a gradient: input, states and parameters."""
+    """List the tensors that have gradients: input, states and parameters."""
     states = [] if hx is None else list(hx) if isinstance(hx, tuple) else [hx]
     return [x.data if isinstance(x, PackedSequence) else x, *states, *layer.parameters()]
 
 
 def gradients(layer, x, hx=None, which=slice(None)):
-    """Of a random sum of a call's results, or of some of them: of input, states and parameters."""
+    """Return the gradients of input, states and parameters, by a random linear combination of a call's results."""
     generator = torch.Generator().manual_seed(2)
     inputs = leaves(layer, x, hx)
     for tensor in inputs:
@@ -150,7 +150,7 @@ def gradients(layer, x, hx=None, which=slice(None)):
 
 
 def fit(module, x):
-    """Train it on some batches."""
+    """Train a module on some batches."""
     optimizer = torch.optim.AdamW(module.parameters(), 0.05)
     for batch in x:
         optimizer.zero_grad()
@@ -159,7 +159,7 @@ def fit(module, x):
 
 
 def assert_gradients_close(layer, other, *call, tolerance=1e-11, **options):
-    """To those of torch, and zero where a weight is pruned."""
+    """Assert that gradients are close to those of ``torch.nn``'s layer, and zero where a weight is pruned."""
     pairs = list(zip(gradients(layer, *call, **options), gradients(other, *call, **options), strict=True))
     names = [name for name, _ in layer.named_parameters()]
     masks = [None] * (len(pairs) - len(names)) + [layer._buffers.get(name.replace("weight", "mask")) for name in names]

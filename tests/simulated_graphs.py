@@ -1,4 +1,4 @@
-"""CUDA graphs of PyTorch's operations on a CPU."""
+"""A simulation of CUDA graphs on a CPU, of PyTorch's operations."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from ostinato.cuda_graphs import calls, function, kept
 
 
 class Recorded(TorchDispatchMode):
-    """In place of a CUDA graph: all operations, which a replay runs on the same memory."""
+    """Stands in for a CUDA graph: records all operations, and replays them on the same memory."""
 
     def __init__(self):
         super().__init__()
@@ -22,10 +22,10 @@ class Recorded(TorchDispatchMode):
         return results
 
     @torch.no_grad()
-    @torch.autocast("cpu", enabled=False)  # as the operations are those that autocast has chosen
+    @torch.autocast("cpu", enabled=False)  # the recorded operations are those after autocast
     def replay(self):
         for func, args, kwargs, results in self.operations:
-            args = tree_map_only(torch.Tensor, lambda x: x.data, args)  # autograd counts no changes of these
+            args = tree_map_only(torch.Tensor, lambda x: x.data, args)  # whose changes autograd does not count
             for before, now in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(before, torch.Tensor):
                     before.data.copy_(now)
@@ -33,12 +33,12 @@ class Recorded(TorchDispatchMode):
 
 @contextlib.contextmanager
 def recorded(device, pool):
-    with torch.random.fork_rng([]), Recorded() as graph:  # a capture draws no numbers
+    with torch.random.fork_rng([]), Recorded() as graph:  # a capture draws no random numbers
         yield graph
 
 
 def move(weight):
-    """To other memory, as that of an unsharded parameter is freed and allocated anew, with all that shares it."""
+    """Move a weight, with all that shares its storage, to other memory, as FSDP frees and reallocates parameters."""
     storage, address = weight.untyped_storage(), weight.data_ptr()
     content, size = storage.clone(), storage.nbytes()
     storage.resize_(0)
@@ -51,7 +51,7 @@ def move(weight):
 
 @contextlib.contextmanager
 def launched():
-    """Calls that do not replay."""
+    """Launch calls instead of replaying graphs."""
     replay, calls.RepeatedCalls.replay = calls.RepeatedCalls.replay, lambda *_: None
     try:
         yield
@@ -60,7 +60,7 @@ def launched():
 
 
 def simulate(monkeypatch, bytes_of_graphs):
-    """Graphs on a CPU, each of which keeps so much memory, from the second equal call on."""
+    """Simulate graphs on a CPU, from the second equal call on, each of which seems to keep this much memory."""
     for module in (calls, function):
         monkeypatch.setattr(module, "captured", recorded)
         monkeypatch.setattr(module, "bytes_of", lambda pool, result: bytes_of_graphs)

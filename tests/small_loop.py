@@ -1,4 +1,4 @@
-"""A loop that compiles in a moment: a factor that is part of it, times what a function of another file returns."""
+"""A loop that compiles quickly: a factor that is compiled in, times the result of a function of another file."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ def half(x):
 
 
 def result(factor, half=half):
-    """Half the factor, by a loop that is compiled or loaded at each call."""
+    """Return half the factor, by a loop that is compiled or loaded at each call."""
 
     def loop(address):
         work = structure_at(address, _WORK)

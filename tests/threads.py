@@ -1,11 +1,11 @@
-"""Work that threads do at the same time."""
+"""Running work in several threads at once."""
 
 import threading
 
 
 def in_threads(work, *arguments):
-    """``work(*arguments)`` of one each of these sequences, in a thread for each."""
-    threads = [threading.Thread(target=work, args=own) for own in zip(*arguments, strict=True)]
+    """Call ``work`` in several threads, each with one element of every sequence of arguments."""
+    threads = [threading.Thread(target=work, args=args) for args in zip(*arguments, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:

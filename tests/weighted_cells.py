@@ -1,4 +1,4 @@
-"""Recurrences with recurrent weights, each with one step of it written in another way, their inputs and calls."""
+"""Cells for recurrences with recurrent weights, each with an independently written step, their inputs and calls."""
 
 import torch
 
@@ -13,7 +13,7 @@ def peephole(state, i, f, g, o, p_i, p_f, p_o):  # Gers and Schmidhuber (2000)
 
 
 @ostinato.recurrence
-def gru(h, r, z, b, n):  # as torch.nn's: of the products, the last are with a bias of their own, and gated
+def gru(h, r, z, b, n):  # as torch.nn's: the last product is gated, and has its own bias
     z = torch.sigmoid(z)
     return z * h + (1 - z) * torch.tanh(n + torch.sigmoid(r) * b)
 
@@ -29,7 +29,7 @@ def elman(h, x):
 
 
 class Spike(torch.autograd.Function):
-    """A step, whose gradient is that of a smooth one."""
+    """A step function with the gradient of a smooth one."""
 
     @staticmethod
     def forward(ctx, x):
@@ -43,13 +43,13 @@ class Spike(torch.autograd.Function):
 
 
 @ostinato.recurrence
-def spiking(state, x):  # leaky integrate and fire, whose spikes are what the weights are multiplied with
+def spiking(state, x):  # leaky integrate and fire; the weights multiply the spikes
     spike, potential = state
     potential = 0.9 * potential * (1 - spike.detach()) + x
     return Spike.apply(potential - 1), potential
 
 
-# The same once more, of one sequence, with the state as a tuple and without PyTorch's sigmoid.
+# The same cells once more, with the state as a tuple and without PyTorch's sigmoid.
 def logistic(x):
     return 1 / (1 + torch.exp(-x))
 
@@ -75,11 +75,11 @@ def elman_step(state, x):
 def spiking_step(state, x):
     spike, potential = state
     potential = 0.9 * potential * (1 - spike.detach()) + x
-    smooth = torch.atan(2 * (potential - 1)) / 2  # whose derivative it has
+    smooth = torch.atan(2 * (potential - 1)) / 2  # the gradient is its derivative
     return (potential > 1).to(x.dtype) + smooth - smooth.detach(), potential
 
 
-# The recurrence, one step of it, which of its arguments are sequences, and to how many of them products are added.
+# The recurrence, its step, which of its arguments are sequences, and how many of them have products added.
 CELLS = {
     "peephole": (peephole, peephole_step, (True,) * 4 + (False,) * 3, 4),
     "gru": (gru, gru_step, (True, True, False, True), 3),
@@ -90,18 +90,18 @@ CELLS = {
 
 
 def inputs(cell, batch, length, width, sequences=None, dtype=torch.float64, device="cpu"):
-    """The weight, the arguments, and the initial states."""
+    """Draw the weight, the arguments, and the initial states."""
     function, _, kinds, products = CELLS[cell]
     weight = torch.randn(products * width, width) / width**0.5
     arguments = [torch.randn(batch, length, width) if kind else torch.randn(width) for kind in kinds]
     h0 = [torch.randn(batch if sequences is None else sequences, width) for _ in range(function.states)]
-    given = [x.to(device, dtype).requires_grad_() for x in (weight, *arguments, *h0)]
-    return given[0], given[1 : 1 + len(kinds)], given[1 + len(kinds) :]
+    weight, *others = (x.to(device, dtype).requires_grad_() for x in (weight, *arguments, *h0))
+    return weight, others[: len(kinds)], others[len(kinds) :]
 
 
 def call(cell, weight, arguments, h0, **options):
-    """The states and the last ones, in a row; from zeros if ``h0`` is empty."""
+    """Return the states and the final states in one tuple; initial states are zero if ``h0`` is empty."""
     function = CELLS[cell][0]
-    given = None if not h0 else tuple(h0) if function.states == 2 else h0[0]
-    results = function(*arguments, weight_hh=weight, h0=given, **options)
+    initial = None if not h0 else tuple(h0) if function.states == 2 else h0[0]
+    results = function(*arguments, weight_hh=weight, h0=initial, **options)
     return (*results[0], *results[1]) if function.states == 2 else results

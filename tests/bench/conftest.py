@@ -1,4 +1,4 @@
-"""What the tests of benchmarks run on."""
+"""Fixtures of the tests of benchmarks."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from ostinato.bench.workloads import Equation, ParaLayer, Training
 
 @pytest.fixture
 def small(monkeypatch, few_rounds):
-    """Tiny workloads."""
+    """Replace the quick workloads by tiny ones."""
     quick = {"scan": [SCAN], "layer": [MINGRU, MINLSTM], "persistent": [GRU], "training": [TRAINED, PRUNED]}
     quick["recurrence"] = [Equation("invented", 2, 64, 8), ParaLayer("ParaLSTM", 2, 24, 4, 8)]
     quick["training-sweep"] = [Training("GRU", hidden, who=shapes.IN_GRAPHS) for hidden in (8, 16)]

@@ -1,4 +1,4 @@
-"""What the tests of kernels run with."""
+"""Fixtures of the tests of kernels."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from ostinato.kernels.cpu import threads as kernel_threads
 
 @pytest.fixture
 def always_parallel(monkeypatch):
-    """By two threads, also where the tests have one."""
+    """Use two threads, also for small inputs and where the tests have one."""
     monkeypatch.setattr(kernel_threads, "PARALLEL", 0)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -1,4 +1,4 @@
-"""Which kernels compute the layers of these tests, when calls are captured, and a compiler without compiled code."""
+"""Fixtures that choose the kernels of these tests' layers, capture calls early, and reset the compiler."""
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ from recurrent_layers import forget_calls, use_kernels
 
 @pytest.fixture(autouse=True, params=["reference"])
 def kernels(request, monkeypatch):
-    """Who computes what a kernel fits: the loop over time that defines it, or the CPU's loops, whatever they plan.
+    """Choose the kernels: the reference loop over time, the CPU's loops for all calls, or the planned ones.
 
-    On a GPU its kernels, faster or not.
+    On a GPU, always use its kernels, faster or not.
     """
     forget_calls(monkeypatch)
     if request.node.get_closest_marker("gpu"):
@@ -27,14 +27,14 @@ def kernels(request, monkeypatch):
 
 @pytest.fixture
 def soon(monkeypatch):
-    """Captures at the second equal call."""
+    """Capture calls at the second equal one."""
     monkeypatch.setattr(kept, "USES", 1)
     monkeypatch.setattr(kept, "_kept", kept._AllKept())
 
 
 @pytest.fixture
 def fresh_compiler():
-    """PyTorch's gives up on code that it has compiled too often, by whatever test."""
+    """Reset PyTorch's compiler, which gives up on code that any tests have compiled too often."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
