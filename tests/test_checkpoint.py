@@ -1,4 +1,4 @@
-"""Checkpoints come back whole, or are refused with a reason."""
+"""Checkpoints are restored completely, or refused with a reason."""
 
 import json
 import os

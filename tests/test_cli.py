@@ -37,7 +37,7 @@ SMALL += ["--steps", "6", "--evaluate-every", "2", "--device", "cpu"]
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs a command in an empty folder that holds text.txt; returns exit code, stdout and stderr."""
+    """Run a command in a folder that holds only text.txt; returns exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     Path("text.txt").write_text(TEXT)
@@ -110,7 +110,7 @@ def test_train_then_generate(run):
 
 @pytest.fixture
 def after_three_steps(monkeypatch):
-    """Has something happen after the third step of every training, which is between two evaluations."""
+    """Make something happen after the third step of every training run, which is between two evaluations."""
     from ostinato.training import Trainer
 
     advance = Trainer.advance
@@ -423,7 +423,7 @@ def test_damaged_training_state(run):
 
 
 def error(result):
-    """The message of a command that failed as it should: exit code 1 and one line on stderr."""
+    """Return the message of a command that failed as it should: exit code 1 and one line on stderr."""
     code, _, err = result
     assert code == 1, result
     assert re.fullmatch(r"ostinato: error: .+\n", err)

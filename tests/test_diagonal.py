@@ -1,4 +1,4 @@
-"""Layers of recurrences against loops written here from their papers, their own step, and torch.nn's contract."""
+"""Layers made of recurrences against loops written from their papers, their own step, and torch.nn's interface."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The documentation says what is so: its code runs, its figures are those of the committed runs."""
+"""The documentation is true: its code runs, and its figures are those of the committed runs."""
 
 import ast
 import inspect
@@ -155,7 +155,7 @@ def test_plots_are_those_of_the_runs(name):
 
 
 def python_of(path):
-    """The Python blocks of a page as one program, each line where it is on the page."""
+    """Return the Python blocks of a page as one program, with the page's line numbers."""
     lines, keep = [], False
     for line in path.read_text().splitlines():
         fence = line.startswith("```")
@@ -165,7 +165,7 @@ def python_of(path):
 
 
 def commands(path):
-    """The calls of the command line in the shell blocks, those under torchrun too."""
+    """Return the calls of the command line in a page's shell blocks, including those under torchrun."""
     blocks = re.findall(r"```sh\n(.*?)```", path.read_text().replace("\\\n", ""), re.DOTALL)
     lines = [re.sub("^torchrun .*? -m ", "", line) for block in blocks for line in block.splitlines()]
     return [line for line in lines if line.startswith("ostinato ")]
@@ -183,7 +183,7 @@ def test_commands_are_understood(line):
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_links_outside_of_the_site_lead_somewhere(name):
-    """Those of the site are MkDocs' to check."""
+    """Links of the site are checked by MkDocs."""
     links = re.findall(r"\]\((?!http)([^)#]+)#?([^)]*)\)", (ROOT / name).read_text())
     assert links
     for path, anchor in links:
@@ -194,7 +194,7 @@ def test_links_outside_of_the_site_lead_somewhere(name):
 
 
 def listed(path):
-    """What the table of a package's docstring lists, without the endings of modules and folders."""
+    """Return the names in the table of a package's docstring, without the suffixes of modules and folders."""
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     return [name.rstrip("/").removesuffix(".py") for name in re.findall(r"^``([\w./]+)``  ", docstring, re.MULTILINE)]
 
@@ -213,7 +213,7 @@ def test_a_package_lists_the_files_that_it_has(path):
 
 
 def imported(path):
-    """The modules of this library that a module imports from anywhere in it, each as its parts: ("scan", "cpu")."""
+    """Yield the modules of this library that a module imports anywhere, each as its parts: ("scan", "cpu")."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "ostinato":
             for name in node.names:
@@ -244,7 +244,7 @@ WITH_CODE = [path for path in PAGES if python_of(path).strip()]
 
 
 def reference():
-    """The names that the reference lists."""
+    """Return the names that the reference lists."""
     pages = (ROOT / "docs" / "reference").glob("*.md")
     return re.findall(r"^::: ([\w.]+)", "".join(page.read_text() for page in sorted(pages)), re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""Exported programs: in PyTorch's own operators, in ONNX's, and what is said where neither can be."""
+"""Exported programs: in PyTorch's own operators, in ONNX's, and the errors where neither is possible."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and what is no file is left what it is."""
+"""Files are written atomically, and what is not a regular file stays what it is."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Models as the Hugging Face hub keeps them."""
+"""Saving and loading models in the format of the Hugging Face hub."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What this library imports and asks in a fresh interpreter, which one process is started for."""
+"""What importing this library loads and queries, in a fresh interpreter that is started once."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""MinGRU and MinLSTM against equations written out here, their own step, torch.nn's contract, and a peer."""
+"""MinGRU and MinLSTM against written-out equations, their own step, torch.nn's interface, and a peer."""
 
 import copy
 import itertools

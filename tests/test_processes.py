@@ -1,4 +1,4 @@
-"""Training on several processes: the curve of one, whole checkpoints, and an end when one of them dies."""
+"""Training on several processes: the curve of one process, intact checkpoints, and an end when a process dies."""
 
 import contextlib
 import io

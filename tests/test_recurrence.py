@@ -1,4 +1,4 @@
-"""Recurrences made of functions, against loops written out here over single sequences and steps."""
+"""Recurrences made of functions, against written-out loops over single sequences and steps."""
 
 import copy
 import functools

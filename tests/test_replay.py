@@ -1,4 +1,4 @@
-"""Steps of a module that a frozen stepper records once and repeats."""
+"""Recording and replaying the steps of a module in a frozen stepper."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""Training: what it learns, what it reports, and that an interrupted run goes on as if it were not."""
+"""Training: what it learns and reports, and that an interrupted run continues as if it had not been."""
 
 import gc
 import math

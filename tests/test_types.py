@@ -1,4 +1,4 @@
-"""What type checkers see of the interface: `make lint` checks this file, and the tests run it."""
+"""The interface as type checkers see it: `make lint` checks this file, and the tests run it."""
 
 from typing import Any, assert_type
 

@@ -1,4 +1,4 @@
-"""Recurrences with recurrent weights, against loops written out here over single sequences and steps, and torch.nn."""
+"""Recurrences with recurrent weights, against written-out loops over single sequences and steps, and torch.nn."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""The benchmark tool: what it counts, what its runs state, and whom it names."""
+"""The benchmark commands: what they count, what their runs record, and which contestants they name."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What is measured and what is not: results are checked before they are timed, at sizes that no table needs."""
+"""The checks of results before they are timed, and which contestants are measured."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ def test_a_wrong_result_of_ours_is_not_timed(monkeypatch, flaw):
         return Run(lambda: damage(right.call()), right.inputs)
 
     def late(h, value):
-        """An error in the last step of the last channel only."""
+        """Return an error that is in the last step of the last channel only."""
         error = torch.zeros_like(h)
         error[-1, -1, -1] = value
         return error

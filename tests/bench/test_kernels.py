@@ -1,4 +1,4 @@
-"""The kernels that benchmarks ask for: the largest that fit, one by its path, without an optimisation, beforehand."""
+"""Kernels in benchmarks: the largest layers that fit, forced paths, ablations, and compiling beforehand."""
 
 import time
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The learning benchmarks: that the tasks ask what they say, stages follow, and runs are written and drawn."""
+"""The learning benchmarks: tasks, stages of training, and how runs are written and drawn."""
 
 import json
 import math

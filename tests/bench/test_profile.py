@@ -1,4 +1,4 @@
-"""Profiles: which kernels a call launches, for how long, and what they must do at least."""
+"""Profiles: the kernels of a call, their times, and their minimal work."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Sweeps: the lines, ratios, plots and tables that are made of runs over many sizes."""
+"""Sweeps: the lines, ratios, plots and tables made from runs over many sizes."""
 
 import dataclasses
 import json

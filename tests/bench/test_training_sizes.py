@@ -1,4 +1,4 @@
-"""Trainings over many sizes, of a sweep or at random: which are drawn, and the speedups that are shown of them."""
+"""Training benchmarks over many sizes, swept or random: which are drawn, and the speedups shown."""
 
 import json
 import statistics

@@ -1,4 +1,4 @@
-"""When calls are replayed, and what they keep for the backward: by graphs of PyTorch's operations on a CPU."""
+"""When calls are replayed, and what they save for the backward pass, with simulated graphs on a CPU."""
 
 import copy
 import gc

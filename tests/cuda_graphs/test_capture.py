@@ -1,4 +1,4 @@
-"""What a captured graph keeps, on a GPU, and around what it is captured, on a CPU in place of one."""
+"""What a captured graph keeps, on a GPU, and the steps around a capture, simulated on a CPU."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Functions in simulated graphs, of results in several groups and dtypes."""
+"""Functions in simulated graphs, with results of several groups and dtypes."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Layers of recurrences in CUDA graphs, and on a CPU in simulated ones, compute what launched calls do."""
+"""Layers made of recurrences compute in CUDA graphs, real or simulated, what launched calls compute."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Layers of torch.nn become this library's without anyone who has them noticing."""
+"""Layers of torch.nn become this library's, in place, for all who hold a reference to them."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Which kernels a call of RNN, GRU or LSTM is planned for, and what is prepared for calls like it."""
+"""Which kernels are planned for a call of RNN, GRU or LSTM, and what is prepared for equal calls."""
 
 import copy
 import subprocess

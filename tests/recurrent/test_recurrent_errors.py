@@ -1,4 +1,4 @@
-"""What RNN, GRU and LSTM are given that does not fit, and how they say so."""
+"""Wrong arguments of RNN, GRU and LSTM, and the errors that name them."""
 
 import re
 

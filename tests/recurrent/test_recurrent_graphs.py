@@ -1,4 +1,4 @@
-"""Small layers in CUDA graphs have the bits of launched calls, whatever is done between the passes."""
+"""Small layers in CUDA graphs give the bits of launched calls, whatever happens between the passes."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""What PyTorch does to modules, it does to RNN, GRU and LSTM: tracing, transforms, copies, several processes."""
+"""RNN, GRU and LSTM as PyTorch modules: tracing, transforms, copies, several processes."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""The results of RNN, GRU and LSTM are torch.nn's, whoever computes them."""
+"""The results of RNN, GRU and LSTM are torch.nn's, whichever kernels compute them."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""RNN, GRU and LSTM in TorchScript, which runs torch.nn's kernels and needs no library."""
+"""RNN, GRU and LSTM in TorchScript, which runs torch.nn's kernels without this library."""
 
 import copy
 import io

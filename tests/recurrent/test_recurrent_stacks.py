@@ -1,4 +1,4 @@
-"""Stacked layers in a wavefront: several at once, each a chunk of the steps behind the one below."""
+"""Stacked layers in a wavefront: several run concurrently, each one chunk of steps behind the layer below."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

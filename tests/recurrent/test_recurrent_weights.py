@@ -1,4 +1,4 @@
-"""Every call of RNN, GRU and LSTM reads the weights as they are, and none that is pruned."""
+"""Every call of RNN, GRU and LSTM reads the current weights, and none that are pruned."""
 
 import copy
 import multiprocessing
