@@ -1,35 +1,34 @@
 """RNN, GRU and LSTM on NVIDIA GPUs, by kernels that NVRTC compiles.
 
-Recurrences with recurrent weights, ``kernels/recurrence/weighted``, launch those of both passes around other cells.
+Recurrences with recurrent weights, ``kernels/recurrence/weighted``, launch the kernels of both passes with other cells.
 
 =====================  ============================================================================================
-``plan.py``            the geometries of a layer's passes, or why torch's kernels run
-``passes.py``          both passes: ``forward.cu`` and ``backward.cu``, of two groups in turn
+``plan.py``            the launch geometries of a layer's passes, or why torch's kernels run
+``passes.py``          both passes: ``forward.cu`` and ``backward.cu``; with two groups in turn
                           ``forward_ping_pong.cu`` and ``backward_ping_pong.cu``, within clusters ``gather.cu`` and
-                          ``scatter.cu``, of wide batches ``forward_wide.cu`` and ``backward_wide.cu``
+                          ``scatter.cu``, for wide batches ``forward_wide.cu`` and ``backward_wide.cu``
 ``states_before.py``   the state before each step, by ``states_before.cu``
 ``biases.py``          the gradients of biases, by ``biases.cu``
-``heuristics/``        which division of a layer among blocks of threads is the fastest, and how long cuDNN takes:
-                          estimates
-``small.py``           the products of small layers in one launch
-``wavefront.py``       how many of stacked layers run at once
-``launch.py``          the kernels of a geometry: compiled and launched
-``source.py``          the CUDA files of a geometry's kernels, and what is defined for them
+``heuristics/``        estimates: the fastest division of a layer among thread blocks, and the time that cuDNN takes
+``small.py``           the matrix products of small layers in one launch
+``wavefront.py``       how many stacked layers run at once
+``launch.py``          compiles and launches the kernels of a geometry
+``source.py``          the CUDA files of a geometry's kernels, and their preprocessor definitions
 ``packing.py``         pruned weights in the order in which the kernels read them
 ``step.py``            one step, by ``step.cu``
 =====================  ============================================================================================
 
-The loops over time named above are compiled with these, as ``source.py`` puts them together:
+``source.py`` combines the files above that loop over time with these:
 
 =================  ===========================================================================================
-``cell.cuh``       what a cell consists of; those of ``cells/`` are RNN, GRU and LSTM
-``layout.cuh``     what all kernels share: parameters, and which units and sequences a block and a thread have
-``exchange.cuh``   the exchange between blocks; within a cluster, ``cluster.cuh`` and, of its sums, ``split.cuh``
-``matrix.cuh``     a block's part of the matrix; ``weights.cuh``, where it keeps the tiles of that
-``dense.cuh``      the product with states, which ``operand.cuh`` loads; ``scatter.cuh``, that within clusters
-``block.cuh``      the product of a pruned matrix, as is ``sparse.cuh``, with states that ``state.cuh`` loads
+``cell.cuh``       the interface of a cell; those of RNN, GRU and LSTM are in ``cells/``
+``layout.cuh``     what all kernels share: parameters, and the units and sequences of a block and of a thread
+``exchange.cuh``   the exchange between blocks; within a cluster, ``cluster.cuh`` and, for its sums, ``split.cuh``
+``matrix.cuh``     a block's part of the matrix; ``weights.cuh``, where its tiles are kept
+``dense.cuh``      the product with states, which ``operand.cuh`` loads; ``scatter.cuh``, the same within clusters
+``block.cuh``      like ``sparse.cuh``, the product of a pruned matrix with states, which ``state.cuh`` loads
 ``mma.cuh``        the products of tiles on tensor cores
-``prepare.cuh``    the kernel that runs before
+``prepare.cuh``    the kernel that runs before the loop over time
 ``ping_pong.cuh``  two groups in turn
 ``wide.cuh``       wide batches, with ``wide_product.cuh`` and ``wide_loops.cuh`` in place of all but the first three
 =================  ===========================================================================================

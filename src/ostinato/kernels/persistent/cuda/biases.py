@@ -1,4 +1,4 @@
-"""The gradients of a layer's biases, by ``biases.cu``: sums of rows."""
+"""The gradients of a layer's biases, which are sums of rows, by ``biases.cu``."""
 
 import functools
 import struct
@@ -15,12 +15,12 @@ def gradients_of_biases(totals: Tensor, dtype: torch.dtype, cell: str) -> tuple[
     """The gradients of both biases in one launch; see :mod:`ostinato.kernels.persistent.reference`."""
     batch, width = totals.shape
     shift = width // 4 if cell == "gru" else 0
-    of_ih, of_hh = (totals.new_empty(width - shift, dtype=dtype) for _ in range(2))
-    addresses = totals.data_ptr(), of_ih.data_ptr(), of_hh.data_ptr()
+    grad_ih, grad_hh = (totals.new_empty(width - shift, dtype=dtype) for _ in range(2))
+    addresses = totals.data_ptr(), grad_ih.data_ptr(), grad_hh.data_ptr()
     device = totals.get_device()
     parameters = struct.pack("3Q3i", *addresses, batch, width, shift)
     _kernel(dtype, device).launch(device, -(-width // COLUMNS), 32 * WARPS, parameters)
-    return of_ih, of_hh
+    return grad_ih, grad_hh
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The kernels of a geometry on an NVIDIA GPU: compiled, given their memory, launched, and checked."""
+"""Compiles and launches the kernels of a geometry on an NVIDIA GPU, with their workspace, and checks for failures."""
 
 import functools
 import struct
@@ -25,14 +25,16 @@ _POINTERS = (
     *("grad_c_n", "grads", "grad_h0", "grad_c0", "resets", "marks", "flags", "sums", "totals"),
     *("parameters", "second", "before", "second_before", "grad_second"),
 )
-_NOWHERE = dict.fromkeys(_POINTERS, 0)
-_IN_PAIRS = {  # loaded two numbers at a time, aligned
+_NULL = dict.fromkeys(_POINTERS, 0)
+_IN_PAIRS = {  # loaded two numbers at a time, which must be aligned
     *("pre", "h0", "cells", "candidate", "h", "grad_output", "weight", "before", "second_before", "grad_second")
 }
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q6i")
 
 
 class _Kernels(NamedTuple):
+    """The compiled kernels of a geometry: the one that prepares the workspace, and the loop over time."""
+
     prepare: nvrtc.Kernel
     recur: nvrtc.Kernel
     processors: int
@@ -40,9 +42,9 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def kernels(geometry: Geometry, device: int, resets: bool, packed: bool, keeps: bool, directions: int = 1) -> _Kernels:
-    """The compiled kernels of a geometry, specialised as its :func:`~ostinato.kernels.persistent.cuda.source.macros`.
+    """The compiled kernels of a geometry; arguments as for :func:`~ostinato.kernels.persistent.cuda.source.macros`.
 
-    Raises MemoryError if the device cannot hold all blocks at once.
+    Raises MemoryError if the blocks cannot all be resident on the device at once.
     """
     properties: Any = torch.cuda.get_device_properties(device)
     compiled = (code(geometry), macros(geometry, resets, packed, keeps, directions), device)
@@ -56,17 +58,17 @@ def kernels(geometry: Geometry, device: int, resets: bool, packed: bool, keeps: 
     return _Kernels(prepare, recur, properties.multi_processor_count)
 
 
-@functools.cache  # threads take longer to start than a step of a small layer, of which every length is planned
+@functools.cache  # every length of a layer is planned, and threads take longer to start than a step of a small layer
 def compile_kernels(
     device: int, resets: bool, packed: bool, keeps: bool, directions: int, *geometries: Geometry
 ) -> None:
-    """Compile the kernels of a layer at the same time; as :func:`kernels`."""
+    """Compile the kernels of all passes of a layer at the same time; see :func:`kernels`."""
     with ThreadPoolExecutor() as pool:
-        found = [
+        futures = [
             pool.submit(kernels, g, device, resets, packed, keeps and not g.backward, directions) for g in geometries
         ]
-    for kernel in found:
-        kernel.result()
+    for future in futures:
+        future.result()
 
 
 def packing_of(mask: Tensor, geometry: Geometry) -> Packing:
@@ -81,14 +83,14 @@ def packing_of(mask: Tensor, geometry: Geometry) -> Packing:
         torch.cuda.current_stream(mask.device).synchronize()  # the next use may be on another stream
         return packing
 
-    found: Packing = derived_from(mask, geometry, make)
-    return found
+    packing: Packing = derived_from(mask, geometry, make)
+    return packing
 
 
 class _Failure(NamedTuple):
     """A flag in pinned memory that a kernel sets on a timeout; the host reads it without synchronizing."""
 
-    flag: np.ndarray  # of one number
+    flag: np.ndarray  # with a single number
     address: int
 
 
@@ -115,23 +117,24 @@ def _name(geometry: Geometry) -> str:
 
 
 class _Launch(NamedTuple):
-    """What of a launch depends only on sizes."""
+    """The part of a launch that depends only on sizes."""
 
     kernels: _Kernels
-    bytes: dict[str, int]  # of memory for the launch alone
-    fill: int  # blocks that prepare
-    shared: int  # bytes of a block
-    parts: tuple[tuple[int, int], ...]  # of the batch, one after the other: the first sequence, and blocks
-    sizes: tuple[int, int, int, int]  # steps, batch, groups, and sequences of a group
+    bytes: dict[str, int]  # of the workspace, by name
+    fill: int  # blocks of the kernel that prepares the workspace
+    shared: int  # bytes of shared memory per block
+    parts: tuple[tuple[int, int], ...]  # of the batch, launched in turn: the first sequence, and the number of blocks
+    sizes: tuple[int, int, int, int]  # steps, batch, groups, and sequences in a group
 
 
 @functools.lru_cache(4096)
 def _launch_of(
     geometry: Geometry, device: int, steps: int, batch: int, resets: bool, packed: bool, keeps: bool, directions: int
 ) -> _Launch:
-    found = kernels(geometry, device, resets, packed, keeps, directions)
-    of_block = geometry.columns * geometry.block_groups
-    groups = -(-batch // of_block) * geometry.block_groups
+    """The launch of a geometry for these sizes."""
+    compiled = kernels(geometry, device, resets, packed, keeps, directions)
+    block_sequences = geometry.columns * geometry.block_groups
+    groups = -(-batch // block_sequences) * geometry.block_groups
     buffers = 0 if geometry.scatters else geometry.state_buffers or steps + 1
     sizes = {"states": buffers * groups * geometry.group_bytes}
     if geometry.wide:
@@ -141,28 +144,28 @@ def _launch_of(
         sizes["packed"] = geometry.tiles * geometry.tile_bytes * geometry.blocks
     if resets and not geometry.wide:
         sizes["marks"] = 4 * -(-steps // 32) * batch
-    # A thread prepares 32 bytes, or one of 32 steps of a mark's four.
+    # A thread prepares 32 bytes of the workspace, or one bit of the marks: 4 bytes are 32 steps.
     fill = -(-max(*sizes.values(), 256 * sizes.get("marks", 0)) // (32 * THREADS))
-    fill = min(fill, 8 * found.processors)
+    fill = min(fill, 8 * compiled.processors)
     parts = [
-        (first, geometry.blocks * min(geometry.groups, -(-(batch - first) // of_block)))
+        (first, geometry.blocks * min(geometry.groups, -(-(batch - first) // block_sequences)))
         for first in range(0, batch, geometry.sequences_at_once)
     ]
     sizes = {name: size for name, size in sizes.items() if size}
     numbers = steps, batch, groups, geometry.columns
-    return _Launch(found, sizes, fill, geometry.shared_bytes, tuple(parts), numbers)
+    return _Launch(compiled, sizes, fill, geometry.shared_bytes, tuple(parts), numbers)
 
 
 def launch(geometry: Geometry, *directions: tuple[Layer, dict[str, Any]]) -> None:
-    """Run the kernel of one direction of a layer, or of both.
+    """Run the kernel of one pass, for one direction of a layer or for both.
 
-    Each is given the layer and other tensors by the names of ``_POINTERS``, None for absent ones.
+    Each direction has its layer, and other tensors by their names in ``_POINTERS``, None for absent ones.
     """
     layer, tensors = directions[0]
     pre, (batch, offsets, resets, _) = tensors["pre"], layer.sequences
     device = pre.get_device()
     check(device)
-    if layer.mask_hh is not None and geometry.path != "dense":  # in one direction
+    if layer.mask_hh is not None and geometry.path != "dense":  # then there is only one direction
         packing = packing_of(layer.mask_hh, geometry)
         geometry = packing.geometry
         tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
@@ -172,7 +175,9 @@ def launch(geometry: Geometry, *directions: tuple[Layer, dict[str, Any]]) -> Non
     addresses = [_addresses(geometry, prepared, *direction) for direction in directions]
     stream, (prepare, recur, _) = launch_stream(device, directions), prepared.kernels
     for first, blocks in prepared.parts:
-        parameters = b"".join([_PARAMETERS.pack(*own, *prepared.sizes, first, reverse) for own, reverse in addresses])
+        parameters = b"".join(
+            [_PARAMETERS.pack(*pointers, *prepared.sizes, first, reverse) for pointers, reverse in addresses]
+        )
         if first == 0:
             prepare.launch(device, prepared.fill, THREADS, parameters, stream=stream, rows=rows)
         recur.launch(device, blocks, geometry.threads, parameters, prepared.shared, True, stream, rows=rows)
@@ -181,12 +186,15 @@ def launch(geometry: Geometry, *directions: tuple[Layer, dict[str, Any]]) -> Non
 def _addresses(
     geometry: Geometry, prepared: _Launch, layer: Layer, tensors: dict[str, Any]
 ) -> tuple[Iterable[int], bool]:
-    """Those of all ``_POINTERS``, and the direction; what must live as long as the launch is among the tensors then."""
-    _, weight, _, _, h0, c0, (_, offsets, resets, reverse), shared = layer
+    """The addresses of all ``_POINTERS``, and whether the direction is reversed.
+
+    Adds to ``tensors`` all that must live until the kernels have been launched.
+    """
+    _, weight, _, _, h0, c0, (_, offsets, resets, reverse), packed_weights = layer
     tensors |= {"weight": weight, "h0": h0, "c0": c0, "offsets": offsets, "resets": resets}
-    if shared and geometry in shared:  # packed already
-        tensors |= {"weight": None, "packed": shared[geometry]}
-    pre, addresses = tensors["pre"], _NOWHERE.copy()
+    if packed_weights and geometry in packed_weights:  # an earlier launch has packed them
+        tensors |= {"weight": None, "packed": packed_weights[geometry]}
+    pre, addresses = tensors["pre"], _NULL.copy()
     for name, x in tensors.items():
         if x is not None:
             address = x.data_ptr()
@@ -198,7 +206,7 @@ def _addresses(
         if name not in tensors:
             tensors[name] = memory = pre.new_empty(size, dtype=torch.uint8)
             addresses[name] = memory.data_ptr()
-    if shared is not None and "packed" in tensors:
-        shared[geometry] = tensors["packed"]
+    if packed_weights is not None and "packed" in tensors:
+        packed_weights[geometry] = tensors["packed"]
     addresses["failure"] = _failure(pre.get_device()).address
     return addresses.values(), reverse

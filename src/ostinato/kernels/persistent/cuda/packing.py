@@ -15,12 +15,12 @@ from ostinato.kernels.persistent.plan import KernelPath
 
 
 class Packing(NamedTuple):
-    """How a kernel reads a pruned matrix; see its Product."""
+    """The index arrays by which a kernel reads a pruned matrix; see ``Product`` in ``block.cuh`` and ``sparse.cuh``."""
 
     geometry: Geometry  # with the actual number of tiles
-    indices: Tensor  # int32: the 1-based index into the matrix of each packed weight, 0 for padding
-    places: Tensor  # int16, as are the spans: the index into the state of each packed weight or column
-    spans: Tensor | None = None
+    indices: Tensor  # int32, the 1-based index into the matrix of each packed weight, 0 for padding
+    places: Tensor  # int16, the index into the state of each packed weight or column
+    spans: Tensor | None = None  # int16, of the sparse kernel: the first and the last thread of each row
 
 
 def pack(mask: Tensor, geometry: Geometry, properties: Any) -> Packing:
@@ -34,13 +34,14 @@ def pack(mask: Tensor, geometry: Geometry, properties: Any) -> Packing:
 
 
 def _fitting(geometry: Geometry | None, path: KernelPath, properties: Any) -> Geometry:
+    """The geometry; raises MemoryError if there is none, or if it streams more weights than fit in L2."""
     if geometry is None or geometry.bytes_streamed > most_streamed(properties):
         raise MemoryError(f"the recurrent weights that this mask leaves do not fit on the chip in the {path} kernel")
     return geometry
 
 
 def _rows_of_blocks(matrix: Tensor, geometry: Geometry) -> Tensor:
-    """(gates * H, H) to (blocks, rows of a block, its columns), with zeros beyond H; transposed if backward."""
+    """Each block's part of a (gates * H, H) matrix, (blocks, rows, columns), zeros beyond H; backward transposed."""
     hidden, pitch, cluster = geometry.hidden_size, geometry.pitch, geometry.cluster
     gates = matrix.view(-1, hidden, hidden)
     units = geometry.blocks * geometry.units
@@ -63,7 +64,7 @@ def _pack_block(rows: Tensor, geometry: Geometry, properties: Any) -> Packing:
     split = split_strips(geometry, counts.amax(0).tolist(), properties.shared_memory_per_block_optin)
     geometry = _fitting(split, "block", properties)
 
-    # Sorted by rank within the bank, so that consecutive places are in different banks.
+    # Columns are sorted by their rank within their bank, so that consecutive places are in different banks.
     ranks = F.pad(needed, (0, -pitch % banks)).unflatten(2, (-1, banks)).cumsum(2).flatten(2)[..., :pitch]
     bank = torch.arange(pitch, device=rows.device) % banks
     order = (ranks * banks + bank).masked_fill(~needed, pitch * banks * 2).argsort(2)
@@ -78,15 +79,15 @@ def _pack_block(rows: Tensor, geometry: Geometry, properties: Any) -> Packing:
     missing = -strips.shape[1] % at_once
     numbers, places = F.pad(numbers, (0, 0) * 2 + (0, missing)), F.pad(places, (0, 0, 0, missing), value=pitch)
 
-    def of_warps(turn: int, tiles: int) -> tuple[Tensor, Tensor]:
-        """The warps' shares of a round's strips, (blocks, WARPS, tiles, 16, width), and their places."""
-        mine, columns = slice(turn * at_once, (turn + 1) * at_once), slice(0, geometry.strips.shares * tiles * width)
+    def shares_of_round(i: int, tiles: int) -> tuple[Tensor, Tensor]:
+        """The warps' shares of the strips in round i, (blocks, WARPS, tiles, 16, width), and their places."""
+        strip, columns = slice(i * at_once, (i + 1) * at_once), slice(0, geometry.strips.shares * tiles * width)
         shares = (
-            numbers[:, mine, :, columns].unflatten(3, (geometry.strips.shares, tiles, width)).permute(0, 1, 3, 4, 2, 5)
+            numbers[:, strip, :, columns].unflatten(3, (geometry.strips.shares, tiles, width)).permute(0, 1, 3, 4, 2, 5)
         )
-        return shares.flatten(1, 2), places[:, mine, columns].reshape(blocks, WARPS, tiles * width)
+        return shares.flatten(1, 2), places[:, strip, columns].reshape(blocks, WARPS, tiles * width)
 
-    rounds = [of_warps(turn, tiles) for turn, tiles in enumerate(geometry.strips.tiles)]
+    rounds = [shares_of_round(i, tiles) for i, tiles in enumerate(geometry.strips.tiles)]
     packed, all_places = torch.cat([w for w, _ in rounds], 2), torch.cat([p for _, p in rounds], 2)
     all_places = F.pad(all_places, (0, -all_places.shape[2] % 64), value=pitch)  # an even number for each lane
     number = 4 // geometry.dtype.itemsize
@@ -108,35 +109,35 @@ def _pack_sparse(rows: Tensor, geometry: Geometry, properties: Any) -> Packing:
     threads = (counts + size - 1) // size
     starts = threads.cumsum(1) - threads
 
-    # A row's weights are sorted in rounds over the banks and assigned to its threads round-robin, so adjacent threads
-    # read different banks; the next row's rounds start at the bank that follows.
+    # A row's weights are sorted in rounds over the banks and assigned to its threads round-robin, so that adjacent
+    # threads read different banks; the rounds of the next row start at the bank that follows.
     block, row, place = kept.nonzero(as_tuple=True)
     line, first, share = block * kept.shape[1] + row, starts[block, row], threads[block, row]
-    turn = (place - first) % banks
-    index = _rank_within(line, _rank_within(line * banks + turn) * banks + turn)
+    bank = (place - first) % banks
+    index = _rank_within(line, _rank_within(line * banks + bank) * banks + bank)
     thread, position = block * THREADS + first + index % share, index // share
 
     slot = thread * size + position
     all_weights = rows.new_zeros(blocks * THREADS * size)
     all_weights[slot] = rows[kept]
-    lane, turns = torch.arange(THREADS, device=device)[:, None], torch.arange(size, device=device)
-    zero = pitch + (lane + turns - pitch) % banks
-    all_places = zero.repeat(blocks, 1, 1).flatten()
+    lane, slots = torch.arange(THREADS, device=device)[:, None], torch.arange(size, device=device)
+    padding = pitch + (lane + slots - pitch) % banks  # places beyond the state, which hold zeros, in different banks
+    all_places = padding.repeat(blocks, 1, 1).flatten()
     all_places[slot] = place
-    of_entries = (blocks, THREADS, -1, 2)
-    packed, places = (x.view(of_entries).permute(0, 2, 3, 1).contiguous() for x in (all_weights, all_places))
+    by_entry = (blocks, THREADS, -1, 2)
+    packed, places = (x.view(by_entry).permute(0, 2, 3, 1).contiguous() for x in (all_weights, all_places))
     spans = torch.where(threads > 0, starts + (starts + threads - 1 << 8), 1)  # an empty span is from 1 to 0
     return Packing(geometry, packed, _narrow(places), _narrow(spans))
 
 
 def _column_of_place(geometry: Geometry) -> Tensor:
-    """The unit at each place of the state in shared memory."""
+    """The hidden unit at each place of the state in shared memory."""
     word = 8 // geometry.dtype.itemsize
     return torch.arange(geometry.slice, device="cpu").view(-1, word).t().flatten()
 
 
 def _weights_of_a_thread(counts: Tensor) -> int:
-    """The smallest even number for which every block's threads suffice; `counts`: (blocks, rows)."""
+    """The smallest even number of weights per thread for which threads suffice; `counts`: of rows, (blocks, rows)."""
     low, high = 1, int(counts.max()) // 2 + 1  # pairs
     while low < high:
         middle = (low + high) // 2
@@ -146,7 +147,7 @@ def _weights_of_a_thread(counts: Tensor) -> int:
 
 
 def _rank_within(group: Tensor, key: Tensor | None = None) -> Tensor:
-    """The rank of each element within its group, ordered by key."""
+    """The rank of each element within its group, in the order of the keys, or else of the elements."""
     order = group.argsort(stable=True)
     if key is not None:
         order = key.argsort(stable=True)

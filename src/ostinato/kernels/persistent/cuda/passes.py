@@ -1,4 +1,4 @@
-"""One layer and direction of an RNN, GRU or LSTM on an NVIDIA GPU, forward and backward in time.
+"""The forward and backward pass of one layer and direction of an RNN, GRU or LSTM on an NVIDIA GPU.
 
 Weights are read from the parameters at every launch; only what depends on masks and sizes is cached between calls.
 """
@@ -19,30 +19,30 @@ from ostinato.kernels.persistent.plan import Plan, keeps_gates
 def forward(
     layer: Layer, projected: Tensor, plan: Plan, keep: bool, into: tuple[Tensor, Tensor] | None = None
 ) -> ForwardResults:
-    """All steps of a layer; see :mod:`ostinato.kernels.persistent.reference`.
+    """Run all steps of a layer; see :mod:`ostinato.kernels.persistent.reference`.
 
-    With ``keep``, where :func:`keeps_gates`, `projected` is overwritten with the backward's `pre`, and c is a GRU's
-    `candidate`.  The output and, if it is kept, c are written `into` these tensors, if given.
+    With ``keep``, for cells that :func:`keeps_gates`, `projected` is overwritten with the backward's `pre`, and for a
+    GRU, the last result is its `candidate`.  The first and the last result are written `into` these tensors, if given.
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
-    given, results = _of_forward(layer, projected, plan, keep, into)
-    launch(plan.geometry.forward, given)
+    direction, results = _forward_tensors(layer, projected, plan, keep, into)
+    launch(plan.geometry.forward, direction)
     return results
 
 
 def forward_both(*directions: tuple[Layer, Tensor, Plan, bool]) -> list[ForwardResults]:
     """:func:`forward` of both directions of a layer in one launch, given the arguments of each."""
-    given, results = zip(*(_of_forward(*direction) for direction in directions), strict=True)
+    launched, results = zip(*(_forward_tensors(*direction) for direction in directions), strict=True)
     (_, _, plan, _), _ = directions
-    launch(plan.geometry.forward, *given)
+    launch(plan.geometry.forward, *launched)
     return [*results]
 
 
-def _of_forward(
+def _forward_tensors(
     layer: Layer, projected: Tensor, plan: Plan, keep: bool, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[tuple[Layer, dict[str, Any]], ForwardResults]:
-    """What the kernel of a forward is given, and which of it are the results."""
+    """The layer and the tensors that :func:`launch` takes for a forward pass, and which of these are the results."""
     cell, batch = layer.cell, layer.sequences.batch
     rows, hidden, lstm = projected.shape[0], plan.geometry.forward.hidden_size, cell == "lstm"
     output, cells = into or (projected.new_empty(rows, hidden), None)
@@ -64,33 +64,33 @@ def backward(
     plan: Plan,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> LoopGradients:
-    """The gradients of all steps; see :mod:`ostinato.kernels.persistent.reference`.
+    """Backpropagate through all steps of a layer; see :mod:`ostinato.kernels.persistent.reference`.
 
-    Those of the gates and their totals are written `into` these tensors, if given.
+    The gradients of the gates, and their totals, are written `into` these tensors, if given.
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
-    given, found = _of_backward(layer, saved, upstream, plan, into)
-    launch(plan.geometry.backward, given)
-    return found
+    direction, results = _backward_tensors(layer, saved, upstream, plan, into)
+    launch(plan.geometry.backward, direction)
+    return results
 
 
 def backward_both(*directions: tuple[Layer, Saved, Sequence[Tensor | None], Plan]) -> list[LoopGradients]:
     """:func:`backward` of both directions of a layer in one launch, given the arguments of each."""
-    given, found = zip(*(_of_backward(*direction) for direction in directions), strict=True)
+    launched, results = zip(*(_backward_tensors(*direction) for direction in directions), strict=True)
     (*_, plan), _ = directions
-    launch(plan.geometry.backward, *given)
-    return [*found]
+    launch(plan.geometry.backward, *launched)
+    return [*results]
 
 
-def _of_backward(
+def _backward_tensors(
     layer: Layer,
     saved: Saved,
     upstream: Sequence[Tensor | None],
     plan: Plan,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[tuple[Layer, dict[str, Any]], LoopGradients]:
-    """What the kernel of a backward is given, and which of it are the results."""
+    """The layer and the tensors that :func:`launch` takes for a backward pass, and which of these are the results."""
     cublas.create_handle(saved.h.device)  # for the products that follow
     cell, batch = layer.cell, layer.sequences.batch
     (pre, candidate, h, c), (grad_output, grad_h_n, grad_c_n) = saved, upstream

@@ -1,4 +1,4 @@
-"""How a layer runs on an NVIDIA GPU: the geometries of its passes, or that torch's kernels are faster."""
+"""How a layer runs on an NVIDIA GPU: by the launch geometries of its passes, or by torch's kernels if faster."""
 
 import functools
 from typing import Any, NamedTuple
@@ -18,23 +18,23 @@ from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
 from ostinato.kernels.persistent.cuda.launch import compile_kernels, packing_of
 from ostinato.kernels.persistent.plan import GATES, Call, KernelPath, Plan, keeps_gates, no_kernel
 
-# Microseconds that the host takes to launch our kernels of a layer without gradients.  Those of cuDNN for small layers
-# take it less, with gradients too, but cuDNN's backward cannot be differentiated: there launches do not count.
+# Microseconds that the host takes to launch our kernels of a layer without gradients.  cuDNN's kernels for small layers
+# take less, with gradients too; but cuDNN's backward cannot be differentiated, so with gradients launches do not count.
 LAUNCHES = 100.0
-TORCHS_LAUNCHES = {False: 60.0, True: 250.0}  # of torch's at least, by training: more than a replay of a CUDA graph
+TORCHS_LAUNCHES = {False: 60.0, True: 250.0}  # at least, of torch's, by training; a replayed CUDA graph takes less
 
 
 class Geometries(NamedTuple):
-    """``Plan.geometry`` of these kernels."""
+    """The launch geometries of both passes: ``Plan.geometry`` on these devices."""
 
     forward: Geometry
     backward: Geometry | None  # None without training
 
 
 def least_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtype, both: bool) -> int:
-    """Fewer steps, without resets, are left to torch: its launches for each cost the host no more than ours for all.
+    """The least number of steps for our kernels: torch's launches for fewer cost the host no more than ours.
 
-    But for those of calls that are replayed.
+    Calls with resets, or that are replayed, may have fewer steps.
     """
     return 1 if cudnn.errs(cell, hidden_size, batch, dtype, both) else 4
 
@@ -47,11 +47,11 @@ def make_plan(
     distributed: bool = True,
     in_one_launch: bool = True,
 ) -> Plan:
-    """How to run a layer.
+    """The plan by which a layer runs.
 
     Args:
-        call: of the layer.
-        mask_hh: of the recurrent weights; None if the layer is dense.
+        call: the call of the layer.
+        mask_hh: the mask of the recurrent weights; None if the layer is dense.
         block: the shape of pruned blocks.
         tf32: whether products of float32 may round to tf32.
         distributed: whether states may stay in the shared memory of clusters.
@@ -71,13 +71,13 @@ def make_plan(
     if plan.has_kernel and is_compared and (reason := _why_torch(plan, call, mask_hh is not None, tf32)):
         return no_kernel(reason)
     directions = 2 if both and in_one_launch and mask_hh is None and _fits_at_once(plan, call) else 1
-    try:  # residency is known only to the device, and sparse sizes only after packing
+    try:  # only the device knows whether all blocks can be resident, and only packing the sizes of sparse formats
         used = [geometry for geometry in plan.geometry or () if geometry is not None]
         if mask_hh is not None:
             used = [_packed(geometry, mask_hh) for geometry in used]
-        of_product = call.length * call.batch, GATES[call.cell] * call.hidden_size, call.hidden_size
-        of_call = call.training, call.captured
-        if used and small.is_small(index, call.dtype, *of_product, *of_call):  # if its input is no wider
+        # The input is not known yet; assume that it is no wider than the hidden size.
+        product = call.length * call.batch, GATES[call.cell] * call.hidden_size, call.hidden_size
+        if used and small.is_small(index, call.dtype, *product, call.training, call.captured):
             nvrtc.compile_ahead(*grouped.source(call.dtype, tf32, grouped.cluster_of(index)), index)
         compile_kernels(index, resets, call.packed, keeps, directions, *used)
     except (MemoryError, nvrtc.DoesNotCompile) as error:
@@ -90,7 +90,7 @@ def make_plan(
 
 
 def _why_torch(plan: Plan, call: Call, pruned: bool, tf32: bool) -> str | None:
-    """Why torch's kernels are faster, if they are: the GPU computes longer by ours, or waits longer for their launches.
+    """Why torch's kernels are faster, if they are: because our kernels, or the host's launches of them, take longer.
 
     The plan of `pruned` layers must not depend on whether a CUDA graph captures them, as masks cannot be packed then.
     """
@@ -110,7 +110,7 @@ def _why_torch(plan: Plan, call: Call, pruned: bool, tf32: bool) -> str | None:
 def plan_sizes(
     call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: bool, distributed: bool = True
 ) -> Plan:
-    """As :func:`make_plan`, by sizes alone: not compared with torch's kernels, and not compiled."""
+    """:func:`make_plan` by sizes alone, without a comparison with torch's kernels, and without compiling any."""
     kept = None if mask_hh is None else derived_from(mask_hh, "kept", lambda: int(mask_hh.sum()))
     layer = call.cell, call.hidden_size, call.batch, call.dtype, kept, block
     index = torch.cuda.current_device() if call.device.index is None else call.device.index
@@ -125,13 +125,13 @@ def plan_sizes(
 def _plan_of_share(
     layer: tuple, index: int, path: KernelPath | None, training: bool, tf32: bool, share: int, distributed: bool
 ) -> Plan:
-    """The plan by sizes alone, on a fraction 1 / `share` of the device; products are rounded where cuDNN's are."""
+    """The plan by sizes alone, on 1 / `share` of the device; products are rounded to tf32 only where cuDNN's are."""
     cell, hidden_size, batch, *_ = layer
 
     def choose(backward: bool, path: KernelPath | None) -> Plan:
         exact = not (tf32 and cudnn.uses_tf32(cell, hidden_size, batch, backward))
-        given: Any = *layer, torch.cuda.get_device_properties(index), share, path
-        return choose_geometry(*given, backward=backward, exact=exact, distributed=distributed)
+        arguments: Any = *layer, torch.cuda.get_device_properties(index), share, path
+        return choose_geometry(*arguments, backward=backward, exact=exact, distributed=distributed)
 
     forward = choose(False, path)
     if not (forward.has_kernel and training):
@@ -143,13 +143,13 @@ def _plan_of_share(
 
 
 def step_microseconds(plan: Plan, call: Call) -> float:
-    """The estimated time of a step of all layers that run at once; serial where they do not fit."""
+    """The estimated time of a step of all layers that are to run at once; if they do not fit, they run in turn."""
     used = [geometry for geometry in plan.geometry or () if geometry is not None]
     return sum(microseconds(x, call.batch) * (1 if _fits(x, call) else call.at_once) for x in used)
 
 
 def _fits_at_once(plan: Plan, call: Call) -> bool:
-    """Whether the device has room for all that is to run at once, forward and backward."""
+    """Whether the device has room for all layers or directions that are to run at once, in both passes."""
     return plan.has_kernel and all(geometry is None or _fits(geometry, call) for geometry in plan.geometry)
 
 
@@ -159,5 +159,5 @@ def _fits(geometry: Geometry, call: Call) -> bool:
 
 
 def _packed(geometry: Geometry, mask: Tensor) -> Geometry:
-    """The geometry with as many tiles as the mask needs."""
+    """The geometry with as many tiles as packing the mask takes."""
     return geometry if geometry.path == "dense" else packing_of(mask, geometry).geometry

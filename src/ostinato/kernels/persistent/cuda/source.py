@@ -1,4 +1,4 @@
-"""The CUDA C++ of a geometry's kernels: its files, and the definitions and the feature it is compiled with."""
+"""The CUDA C++ of a geometry's kernels: its files, preprocessor definitions and architecture-specific feature."""
 
 import itertools
 
@@ -12,7 +12,7 @@ _COMMON = "cuda/numeric.cuh", "cuda/barriers.cuh", "persistent/cuda/cell.cuh"
 
 
 def code(geometry: Geometry) -> str:
-    """The text of a kernel: what all share, the cell, and its own files."""
+    """The source of a geometry's kernels: common headers, the cell, and their own files."""
     generated = geometry.generated
     cell = nvrtc.source(*_paths(f"cells/{geometry.cell}.cuh")) if generated is None else generated.code
     return nvrtc.source(*_COMMON) + cell + nvrtc.source(*_files(geometry))
@@ -48,12 +48,14 @@ def _paths(*names: str) -> tuple[str, ...]:
 def macros(
     geometry: Geometry, resets: bool = False, packed: bool = False, keeps: bool = False, directions: int = 1
 ) -> Macros:
-    """The preprocessor definitions for CUDA files.
+    """The preprocessor definitions of a geometry's kernels.
 
     Args:
-        resets, packed: whether calls are with resets, with packed sequences.
+        geometry: the launch geometry.
+        resets: whether states are reset inside sequences.
+        packed: whether sequences are packed.
         keeps: whether the forward saves the gates' pre-activations.
-        directions: of a layer that one launch runs.
+        directions: the number of directions that one launch runs.
     """
     return (
         ("SCALAR", SCALARS[geometry.dtype]),
@@ -64,7 +66,7 @@ def macros(
         ("COLUMNS", geometry.capacity),
         ("TAKES_FEWER", int(geometry.takes_fewer)),
         ("BLOCKS", geometry.blocks),
-        ("HALF_WORDS", int(geometry.units * geometry.dtype.itemsize % 8 > 0)),  # two blocks share 8 bytes: a word is 4
+        ("HALF_WORDS", int(geometry.units * geometry.dtype.itemsize % 8 > 0)),  # words of 4 bytes, as blocks share 8
         ("ADJACENT", geometry.adjacent),
         ("IN_REGISTERS", geometry.in_registers),
         ("ALL_IN_REGISTERS", int(geometry.in_registers == geometry.tiles)),
@@ -104,15 +106,15 @@ def _macros_of_product(geometry: Geometry) -> Macros:
 
 
 def feature(geometry: Geometry) -> str:
-    """The feature that :func:`ostinato.kernels.cuda.nvrtc.load_kernel` compiles for: warps give registers to others."""
+    """The architecture-specific feature that ``load_kernel`` compiles for: "a" if warps pass registers to others."""
     return "a" if geometry.block_groups > 1 else ""
 
 
 def _pause(geometry: Geometry) -> int:
-    """Cycles that a block waits before it polls for what other blocks compute.
+    """Cycles that a block waits before it polls for the results of other blocks.
 
-    The more blocks there are, the more of them poll the same lines, and polls that come too early delay what they
-    wait for.
+    The more blocks there are, the more of them poll the same cache lines, and polls that come too early delay the
+    writes that they wait for.
     """
     if geometry.path == "sparse":
         return 400
@@ -126,6 +128,6 @@ def _pause(geometry: Geometry) -> int:
 
 
 def _last_tiles(geometry: Geometry) -> str:
-    """A bit for each of a warp's tiles in the block kernel, set for the last of a share, as 64-bit literals."""
+    """For the block kernel, a bit for each of a warp's tiles, set for the last tile of a share, as 64-bit literals."""
     bits = sum(1 << end - 1 for end in itertools.accumulate(geometry.strips.tiles))
     return ",".join(f"{bits >> first & 2**64 - 1}ull" for first in range(0, geometry.tiles, 64))

@@ -1,4 +1,4 @@
-"""The state before each step, by ``states_before.cu``: copies of rows, in the widest words that they allow."""
+"""The state before each step, by ``states_before.cu``, which copies rows in words as wide as their alignment allows."""
 
 import functools
 import operator
@@ -11,7 +11,7 @@ from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.persistent.sequences import Sequences
 
 WORDS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}  # by bytes
-THREADS = 256  # of a block
+THREADS = 256  # in a block
 AHEAD = 4  # words that a thread copies at once
 
 
@@ -24,7 +24,7 @@ def previous(rows: Tensor, first: Tensor | None, sequences: Sequences) -> Tensor
     addresses = [0 if x is None else x.data_ptr() for x in (rows, first, before, offsets, resets)]
     size, steps = rows.shape[1] * rows.itemsize, sequences.length(rows)
     word = functools.reduce(operator.or_, addresses[:3], size | max(WORDS))
-    word &= -word  # the bytes that all are multiples of
+    word &= -word  # the largest power of two that divides all addresses and sizes
     parts = -(-batch * size // (word * THREADS * AHEAD))
     source, device = nvrtc.source("persistent/cuda/states_before.cu"), rows.get_device()
     kernel = nvrtc.load_kernel("states_before", source, macros(word), device)

@@ -1,7 +1,6 @@
-"""The estimated time of one step of a layer by a geometry's kernel, in microseconds.
+"""Estimates the time of one step of a layer by a geometry's kernel, in microseconds, to rank geometries.
 
-The models are linear in what a step reads, computes and waits for, with coefficients fitted to measurements; they rank
-geometries.
+The models are linear in what a step reads, computes and waits for, with coefficients fitted to measurements.
 """
 
 import functools
@@ -11,7 +10,7 @@ import torch
 
 from ostinato.kernels.persistent.cuda.heuristics.geometry import THREADS, WARPS, Geometry, ceil_div
 
-SECTOR = 32  # bytes, of the L2 cache
+SECTOR = 32  # bytes of a sector of the L2 cache
 
 
 class _Cost(NamedTuple):
@@ -19,23 +18,23 @@ class _Cost(NamedTuple):
 
     step: float  # fixed
     read: float = 0.0  # per 100 kB of state
-    row: float = 0.0  # per 10 kB of a sequence's state for every eight sequences, for a lane's number of loads
+    row: float = 0.0  # per 10 kB of a sequence's state for every eight sequences, for the loads of a lane
     in_shared: float = 0.0  # per 100 kB of weights read from shared memory
     streamed: float = 0.62  # per 100 kB of weights that a block reads from L2
     multiplied: float = 0.0  # per hundred tiles of a warp or entries of a thread, for every eight sequences
     gathered: float = 0.0  # per thousand entries of a thread, for every byte of a unit's states
     added: float = 0.0  # per thousand entries of a thread, for every sequence
-    exact: float = 0.0  # the same for products of split numbers on tensor cores
+    exact: float = 0.0  # like `multiplied`, for products of split numbers on tensor cores
     updated: float = 0.0  # per ten gates that a thread computes
     summed: float = 0.0  # per 64 row tiles of a sequence, for the reduction of partial sums
-    cluster: float = 0.0  # per other block of the cluster, for what its blocks hand each other
+    cluster: float = 0.0  # per other block of the cluster, for the exchange between its blocks
     paired: float = 0.0  # fixed, if blocks form clusters
-    blocks: float = 0.0  # per 100 blocks of a group, the last of which all wait for
-    lines: float = 0.0  # per 100 blocks, beyond 32, that read the few lines of one sequence
+    blocks: float = 0.0  # per 100 blocks of a group, as all wait for the last
+    lines: float = 0.0  # per 100 blocks, beyond 32, that read the few cache lines of one sequence
     shared: float = 0.0  # for every eight sequences, if several blocks write parts of one sector
     traffic: float = 0.0  # per MB of the states of all groups
-    partial: float = 0.0  # per ten gates of the last item of a thread, if others have none: they wait for it
-    uneven: float = 0.0  # fixed, if a thread's items are of different units; where roles are split, if lanes are idle
+    partial: float = 0.0  # per ten gates of the last item of a thread, if other threads, which wait for it, have none
+    uneven: float = 0.0  # fixed, if a thread's items are of different units; with split roles, if lanes are idle
 
 
 _COSTS = {
@@ -92,7 +91,7 @@ _COSTS = {
         paired=0.138,
     ),
 }
-# Of states that stay in clusters.
+# For states that stay in the shared memory of clusters.
 _WITHIN_CLUSTERS = _Cost(
     step=0.295,
     read=2.0,
@@ -105,34 +104,34 @@ _WITHIN_CLUSTERS = _Cost(
     traffic=2.55,
     uneven=0.0364,
 )
-# Of gradients of which only sums are exchanged.
+# For gradients within clusters, whose blocks exchange only sums.
 _SCATTERING = _Cost(
     step=0.278, multiplied=0.514, exact=2.65, updated=0.333, summed=0.272, cluster=0.0102, traffic=2.26, uneven=0.0297
 )
-# Of two groups in turn: the products of both, behind which all else is hidden.
+# For two groups in turn: the products of both, which hide everything else.
 _PING_PONG = {
     False: _Cost(step=0.625, row=1.25, in_shared=0.599, multiplied=0.349, summed=0.767, blocks=0.218, partial=0.495),
     True: _Cost(
         step=0.65, row=0.997, in_shared=0.636, updated=0.824, summed=0.504, cluster=0.182, blocks=0.142, uneven=0.205
     ),
 }
-# Of wide batches, forward and backward: fixed, per sequence of a group, and per sequence and tile of a block.
+# For wide batches, forward and backward: fixed, per sequence of a group, and per sequence and tile of a block.
 _WIDE = {False: (1.5, 0.108, 0.00045), True: (1.1, 0.175, 0.0004)}
-_HALVED = 0.75  # of what sums cost, if half as many are reduced, as two warps read the same part of the state
-_SMALL_CLUSTER = 8  # blocks, beyond which each counts twice
-_SPLIT = 0.6  # of what exact products of eight sequences cost, once for all, to split the weights
+_HALVED = 0.75  # the cost factor of sums if half as many are reduced, as two warps read the same part of the state
+_SMALL_CLUSTER = 8  # blocks of a cluster beyond this number count twice
+_SPLIT = 0.6  # the cost of splitting weights, once for all sequences, relative to exact products of eight sequences
 _BY_FMA = 1.3  # the cost factor of the dense kernel's exact products of one sequence
-_SPLIT_STREAMED = 3.5  # times as much for streamed weights if these are split
-_SECOND_LOAD = 75.0  # microseconds per thousand entries of a thread, if it gathers more than a load's 16 bytes for each
-_SHORT = 0.186  # microseconds more per other block of a cluster, as products of 16 bits hide it only in ping-pong
-_SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
+_SPLIT_STREAMED = 3.5  # the cost factor of streamed weights if these are split
+_SECOND_LOAD = 75.0  # microseconds per thousand entries of a thread, if each gathers more than the 16 bytes of one load
+_SHORT = 0.186  # microseconds more per other block of a cluster in 16 bits, whose products hide it only in ping-pong
+_SHARE = 0.054  # microseconds per share of a strip that a warp of the block kernel has
 _MASKED = 1.14  # the cost factor of a dense kernel whose weights are multiplied by a mask at every call
-_ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the block kernel waits for the state
+_ROUND_TRIP = 1.3  # microseconds per additional round of loads for which the block kernel waits for the state
 
 
 @functools.lru_cache(4096)
 def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
-    """The estimated time of a step of all sequences, for a layer that may be `pruned`."""
+    """The estimated time of a step of all sequences; `pruned`: whether the layer has a mask."""
     if geometry.wide:
         fixed, sequence, multiplied = _WIDE[geometry.backward]
         step = fixed + (sequence + multiplied * geometry.tiles) * geometry.columns

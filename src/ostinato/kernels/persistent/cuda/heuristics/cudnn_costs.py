@@ -1,4 +1,4 @@
-"""The estimated time of a layer in cuDNN, by which it is left to torch."""
+"""Estimates the time of a layer in cuDNN, to decide whether torch's kernels are faster than ours."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class _TorchsCost(NamedTuple):
     products: float = 0.0  # per hundred million multiplications
 
 
-# By "16" bits, "tf32" or exact "float32", and whether gradients are taken.
+# By precision, "16" bits, "tf32" or exact "float32", and by whether gradients are computed.
 _TORCHS_COSTS = {
     ("16", False): _TorchsCost(step=5.54, weights=0.35, gates=0.25, products=0.07),
     ("16", True): _TorchsCost(step=11.4, weights=0.63, gates=1.29),
@@ -30,9 +30,9 @@ _TORCHS_COSTS = {
     ("float32", False): _TorchsCost(step=8.11, weights=1.52, gates=0.75, products=4.03),
     ("float32", True): _TorchsCost(step=19.8, weights=4.3, gates=3.7, products=6.63),
 }
-_KEPT = 48.0  # thousand weights, for which the registers of a multiprocessor have room
-# Times as long on tensor cores, at least, if rows of states and weights do not begin at multiples of 16 bytes: 1.7 to 3
-# were measured.
+_KEPT = 48.0  # the thousands of weights that fit into the registers of a multiprocessor
+# The least cost factor on tensor cores if rows of states and weights do not begin at multiples of 16 bytes: 1.7 to 3
+# was measured.
 _MISALIGNED = 1.7
 
 
@@ -43,27 +43,27 @@ def _precision(dtype: torch.dtype, tf32: bool) -> str:
 def torchs_microseconds(call: Call, tf32: bool, processors: int) -> float:
     """The estimated time of all steps of a call in cuDNN, on a GPU with so many multiprocessors.
 
-    The GEMMs over all steps are left out, as in the estimates of our kernels; for small layers, by how much cuDNN's
-    take longer than ours is added.
+    Like the estimates of our kernels, it leaves out the GEMMs over all steps, but for small layers it includes by how
+    much cuDNN's take longer than ours.
     """
     if not call.training and cudnn.is_one_launch(call):
-        return call.at_once * _of_small(call, processors)
-    return call.at_once * call.length * _of_step(call, tf32)
+        return call.at_once * _small_layer(call, processors)
+    return call.at_once * call.length * _step(call, tf32)
 
 
-def _of_small(call: Call, processors: int) -> float:
-    """All steps of layers without gradients that are one launch.
+def _small_layer(call: Call, processors: int) -> float:
+    """The time of all steps of a layer that cuDNN runs in one launch, without gradients.
 
-    A block of threads keeps one sequence and, up to ``_KEPT`` of them, the weights.  Those of float16 that cuDNN leaves
-    to tensor cores take about as long for any number of sequences.  Fitted to 380 layers of 16 to 384 units with 1 to
-    1024 sequences, in a CUDA graph on an H200: half within 7 %, and more than 20 % off only where ours are faster.
+    A thread block keeps one sequence and, up to ``_KEPT`` thousand, the weights.  Layers in float16 that cuDNN runs on
+    tensor cores take about as long for any number of sequences.  Fitted to 380 layers of 16 to 384 units with 1 to 1024
+    sequences, in a CUDA graph on an H200: half within 7 %, and more than 20 % off only where ours are faster.
     """
     hidden, gates = call.hidden_size, GATES[call.cell]
     if call.dtype == torch.float16 and hidden % 32 == call.batch % 8 == 0:
         return call.length * (0.65 + 0.0075 * hidden if gates > 1 else 0.48 + 0.0021 * hidden)
     weights = gates * hidden**2 / 1e3
-    blocks = min(max(1, int(_KEPT / weights)), 8)  # that a multiprocessor holds at once
-    sequences = ceil_div(call.batch, processors)  # of a multiprocessor
+    blocks = min(max(1, int(_KEPT / weights)), 8)  # resident on a multiprocessor at once
+    sequences = ceil_div(call.batch, processors)  # per multiprocessor
     step = 0.25 + 0.0085 * min(weights, _KEPT) + (0.07 if gates > 1 else 0.0)
     step *= 1 + 0.086 * (min(sequences, blocks) - 1)
     step += 0.018 * min(call.batch / processors, blocks) * gates * hidden * call.dtype.itemsize / 100
@@ -71,8 +71,8 @@ def _of_small(call: Call, processors: int) -> float:
     return 0.5 * min(weights, 80.0) - 4.0 + call.length * ceil_div(sequences, blocks) * step
 
 
-def _of_step(call: Call, tf32: bool) -> float:
-    """One step of other layers; of those that are one launch with gradients, GRUs in float32 have an estimate apart."""
+def _step(call: Call, tf32: bool) -> float:
+    """The time of one step of any other layer; small GRUs in float32 with gradients have an estimate of their own."""
     if call.training and call.cell == "gru" and call.dtype == torch.float32 and cudnn.is_one_launch(call):
         return 1.5 + 0.046 * call.batch
     precision = _precision(call.dtype, tf32)

@@ -1,11 +1,11 @@
 """The launch geometry of persistent kernels: how a layer is divided among blocks, and what fits on chip.
 
 One cooperative launch runs all steps of one layer and direction, forward or backward in time.  Every block keeps its
-part of the recurrent matrix in registers and shared memory, or as much of it as fits there: the rest is streamed, read
-from L2 at every step.  A *group* is as many blocks as hold the whole matrix, and the sequences that they take; a batch
-is divided among groups, which do not know of each other.  States and gradients pass between the blocks of a group
-through global memory, see ``exchange.cuh``.  There are three kinds of matrix product, each the Product of
-``<path>.cuh``:
+part of the recurrent matrix in registers and shared memory, or as much of it as fits there; the rest is streamed: read
+from L2 at every step.  A *group* is a set of blocks that together hold the whole matrix, and the sequences that they
+compute.  A batch is divided among groups, which are independent of each other.  The blocks of a group exchange states
+and gradients through global memory, see ``exchange.cuh``.  There are three kinds of matrix product, each the
+``Product`` of ``<path>.cuh``:
 
 ==========  ==================================================================
 ``dense``   the whole matrix, on tensor cores
@@ -13,13 +13,13 @@ through global memory, see ``exchange.cuh``.  There are three kinds of matrix pr
 ``sparse``  single weights with their indices, by FMA instructions
 ==========  ==================================================================
 
-The dense product is that of four kernels, told by the fields of a :class:`Geometry`:
+There are four dense kernels, distinguished by these fields of a :class:`Geometry`:
 
 =====================  ==================================================================================
-none of the others     a block computes one group, whose states pass through global memory, as of pruned layers
+none of the others     a block computes one group and exchanges states through global memory, as for pruned layers
 ``distributed``        a group's blocks are one cluster, and the states stay in its shared memory
-``block_groups`` of 2  a block computes two groups in turn: some of its warps multiply, others update
-``wide`` as well       so do the warpgroups of a block, of many sequences each; see ``wide.cuh``
+``block_groups`` of 2  a block computes two groups in turn: some of its warps multiply while others update units
+``wide`` as well       so do the warpgroups of a block, with many sequences each; see ``wide.cuh``
 =====================  ==================================================================================
 """
 
@@ -38,7 +38,7 @@ TILE_BYTES = 512  # of weights: 16 rows by 32 bytes of columns
 ZERO_PLACES = 16
 REGISTERS = 255  # the limit per thread
 MANY_BYTES = 64 << 10  # see Geometry.loads_early
-WIDE_BYTES = 227 << 10  # of shared memory: all that a block of Hopper may have
+WIDE_BYTES = 227 << 10  # of shared memory: the most that a block may have on Hopper
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -54,22 +54,22 @@ def round_up(a: int, b: int) -> int:
 class Strips(NamedTuple):
     """How the warps of the block kernel divide strips of 16 rows."""
 
-    shares: int  # of each strip, by as many warps
+    shares: int  # the number of warps that share a strip
     tiles: tuple[int, ...]  # of a warp's first share, of its second, ...
 
 
 class Generated(NamedTuple):
-    """The cell of a recurrence of the user's own, and the numbers of what it has; see ``cell.cuh``."""
+    """The generated cell of a user-defined recurrence, and the sizes of its arrays; see ``cell.cuh``."""
 
-    code: str  # of the struct Cell
-    products: int  # with the recurrent matrix, of a unit
-    sequences: int  # arguments that a unit is given at every step
-    parameters: int  # those that are the same at every step
+    code: str  # the struct Cell
+    products: int  # of a unit, with the recurrent matrix
+    sequences: int  # arguments of a unit that differ at every step
+    parameters: int  # arguments of a unit that are the same at every step
     states: int
-    derivatives: int  # of a step that are kept until the gradients of its states arrive
+    derivatives: int  # of a step, kept until the gradients of its states arrive
 
     def registers(self, backward: bool) -> int:
-        """What a thread keeps of a unit of a sequence, beyond what is counted for as many gates of another cell."""
+        """Registers for one unit of one sequence, beyond those that as many gates of another cell need."""
         if not backward:
             return self.sequences - self.products + self.parameters
         kept = self.derivatives + 2 * self.sequences + 2 * self.parameters + 4 * self.states
@@ -80,29 +80,29 @@ class Geometry(NamedTuple):
     """How the units and sequences of a layer are divided among the blocks of a persistent kernel."""
 
     path: KernelPath
-    cell: str  # of GATES, or "generated"
+    cell: str  # a key of GATES, or "generated"
     hidden_size: int
     dtype: torch.dtype
     units: int  # hidden units per block
-    columns: int  # sequences per group of blocks, at most its `capacity`
+    columns: int  # sequences per group, at most its `capacity`
     groups: int  # resident at once, each with its own sequences and its own copy of the weights
     backward: bool = False
-    exact: bool = True  # float32 is not rounded to tf32 for the tensor cores
-    cluster: int = 1  # blocks that reduce their products, each over its slice of the exchanged vector
-    tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
-    in_registers: int = 0  # of these tiles; others are in shared memory
-    streamed: int = 0  # or read from L2 at every step, as they do not fit on chip
+    exact: bool = True  # whether float32 is not rounded to tf32 for the tensor cores
+    cluster: int = 1  # blocks that each multiply a slice of the exchanged vector and reduce their products
+    tiles: int = 0  # per warp; for the sparse kernel entries, two weights each, per thread
+    in_registers: int = 0  # the number of these tiles in registers; others are in shared memory
+    streamed: int = 0  # the number of these tiles that do not fit on chip and are read from L2 at every step
 
-    # Of the dense product alone, see above.
-    distributed: bool = False  # states stay in the shared memory of a cluster of all blocks of a group
+    # For the dense product only, see above.
+    distributed: bool = False  # whether states stay in the shared memory of a cluster of all blocks of a group
     block_groups: int = 1  # groups that a block computes in turn, in ping-pong
-    wide: bool = False  # the product of many sequences by warpgroups, which `cluster` blocks share
+    wide: bool = False  # whether warpgroups multiply many sequences, shared by `cluster` blocks
     sum_buffers: int = 2  # for the partial sums of a step; with one, warps wait for each other before they write theirs
 
-    # Of the block product alone.
+    # For the block product only.
     strips: Strips = Strips(1, ())
 
-    generated: Generated | None = None  # the cell, if it is none of GATES
+    generated: Generated | None = None  # the cell, if it is not a key of GATES
 
     # Units, sequences and blocks.
 
@@ -118,15 +118,15 @@ class Geometry(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of a block's part of the matrix; backward of the transposed one, for all units of the cluster."""
+        """Rows of a block's part of the matrix; backward, of the transposed matrix, for all units of the cluster."""
         return self.cluster * self.units if self.backward else self.products * self.units
 
     @property
     def pitch(self) -> int:
         """The hidden size, rounded up to 16 bytes.
 
-        For groups in turn it is rounded up further, so that all parts of a slice are copied alike; for wide batches to
-        the units of whole teams of blocks, of eight as in the backward.
+        With two groups in turn it is rounded up further, so that all parts of a slice are copied alike; for wide
+        batches, to the units of whole teams of eight blocks, as the backward has.
         """
         whole = 16 // self.dtype.itemsize
         if self.wide:
@@ -138,10 +138,10 @@ class Geometry(NamedTuple):
 
     @property
     def takes_fewer(self) -> bool:
-        """Whether one kernel runs groups of any number of sequences from two to its `capacity`.
+        """Whether one compiled kernel runs groups of any number of sequences from two to its `capacity`.
 
-        A tile of the tensor cores has room for eight in any case.  A kernel without room for the sums of so many, or
-        that divides its threads among the sequences, is compiled for the number that it has.
+        A tensor core tile has room for eight sequences in any case.  A kernel without room for the sums of so many, or
+        that divides its threads among the sequences, is compiled for its actual number.
         """
         whole = self.path == "dense" and self.block_groups == 1 and not self.distributed and not self.streamed
         return whole and 1 < self.columns <= 8
@@ -172,14 +172,14 @@ class Geometry(NamedTuple):
 
     @property
     def scatters(self) -> bool:
-        """Whether a block multiplies only the gradients that it computed itself, for all units of its group."""
+        """Whether a block multiplies only the gradients that it has computed itself, for all units of its group."""
         return self.backward and self.distributed
 
     # What blocks exchange.
 
     @property
     def slice(self) -> int:
-        """Numbers of a sequence that a block multiplies: the exchanged vector, or its slice of it in a cluster."""
+        """Numbers of a sequence that a block multiplies: the exchanged vector, or in a cluster its slice of that."""
         if self.scatters:
             return self.products * self.units
         width = self.products * self.pitch if self.backward else self.pitch
@@ -187,7 +187,7 @@ class Geometry(NamedTuple):
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a sequence's state before the next sequence's: what four lanes read, or a whole slice."""
+        """Bytes by which the states of sequences are interleaved: what four lanes read, or a whole slice."""
         return 64 if self.path == "dense" else self.slice * self.dtype.itemsize
 
     @property
@@ -198,26 +198,26 @@ class Geometry(NamedTuple):
 
     @property
     def state_buffers(self) -> int:
-        """Buffers that the steps' exchanged numbers take in turn; 0 if each step has a buffer of its own.
+        """Buffers that the steps' exchanged numbers use in rotation; 0 if each step has a buffer of its own.
 
-        In shared memory a buffer is cleared when it has been read.  Elsewhere it is cleared when half of the others
-        have been written, unless its numbers show which step they are of, or flags do, as of wide batches.
+        In shared memory a buffer is cleared when it has been read.  In global memory it is cleared when half of the
+        others have been written, unless its numbers, or for wide batches flags, show which step they belong to.
         """
         return 2 if self.distributed or self.wide else 4 if self.tagged else 8 if self.backward else 0
 
     @property
     def tagged(self) -> bool:
-        """Whether exchanged numbers show their step."""
-        padded = self.backward and self.cluster * self.slice > self.products * self.pitch  # with what nobody writes
+        """Whether exchanged numbers show which step they belong to."""
+        padded = self.backward and self.cluster * self.slice > self.products * self.pitch  # with numbers nobody writes
         rounded = self.dtype == torch.float32 and not self.exact and self.path != "sparse"
         return rounded and not padded and not self.distributed
 
     @property
     def loads_early(self) -> bool:
-        """Whether a backward block loads what is exchanged before it loads the other operands of later steps.
+        """Whether a backward block loads exchanged numbers before it loads the other operands of later steps.
 
-        That pays off only where so much of so many sequences is exchanged that it takes as long as those loads to
-        arrive.  Elsewhere the other blocks have written nothing yet by then.
+        That pays off only if many sequences exchange so many numbers that these take as long to arrive as those
+        operands.  Otherwise, the other blocks have not written anything yet by then.
         """
         size = self.slice * self.columns * self.dtype.itemsize
         many = self.columns >= 16 and size > MANY_BYTES
@@ -227,7 +227,7 @@ class Geometry(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads of a block: those that multiply, and for groups in turn as many again that update units."""
+        """Threads of a block: those that multiply, and with two groups in turn, as many again that update units."""
         return THREADS * self.block_groups
 
     @property
@@ -239,7 +239,7 @@ class Geometry(NamedTuple):
     def adjacent(self) -> int:
         """Adjacent units of a sequence that a thread updates, and loads and stores together.
 
-        In float32, and of an RNN, which has little to load, this was measured to take longer.
+        More than one was measured to take longer in float32, and for an RNN, which has little to load.
         """
         narrow = self.path == "dense" and self.dtype.itemsize == 2 and self.products > 1 and not self.distributed
         even = self.hidden_size % 2 == self.units % 2 == self.units * self.capacity % (2 * self.owners) == 0
@@ -247,7 +247,7 @@ class Geometry(NamedTuple):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether a thread updates different units, beside those that are adjacent."""
+        """Whether a thread updates different units, apart from adjacent ones."""
         return self.owners * self.adjacent % self.units > 0
 
     @property
@@ -262,9 +262,9 @@ class Geometry(NamedTuple):
 
     @property
     def handed(self) -> int:
-        """Numbers of a unit of a sequence that threads hand to each other where they share work; at most.
+        """The most numbers per unit and sequence that threads pass to each other where they share work.
 
-        The operands and results of ``gather.cu``, the derivatives and gradients of ``scatter.cu``.
+        These are the operands and results of ``gather.cu``, the derivatives and gradients of ``scatter.cu``.
         """
         if self.generated is None:
             return self.products + 5 + 4
@@ -273,7 +273,7 @@ class Geometry(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """Registers of a thread that multiplies; for groups in turn, what one that updates leaves it of their 256."""
+        """Registers of a thread that multiplies; with two groups in turn, what updating leaves of two threads' 256."""
         if self.wide:
             return 184 if self.backward else 200
         if self.block_groups == 1:
@@ -283,7 +283,7 @@ class Geometry(NamedTuple):
 
     @property
     def registers_of_generated(self) -> int:
-        """Registers that a thread needs for all that it updates of a generated cell, beyond those for its products."""
+        """Registers that a thread needs for updating units of a generated cell, beyond those for their products."""
         items = ceil_div(self.units * self.capacity, self.owners)
         return 0 if self.generated is None else items * self.generated.registers(self.backward)
 
@@ -291,12 +291,12 @@ class Geometry(NamedTuple):
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of 16 rows that a block's part of the matrix has."""
+        """Tiles of 16 rows in a block's part of the matrix."""
         return ceil_div(self.rows, 16)
 
     @property
     def column_parts(self) -> int:
-        """Parts of a dense matrix's columns, one for each warp or for two, which then take half of the rows each.
+        """Parts of a dense matrix's columns, each for one warp, or for two that take half of the rows each.
 
         See ``operand.cuh``.
         """
@@ -305,12 +305,12 @@ class Geometry(NamedTuple):
 
     @property
     def row_tiles_of_warp(self) -> int:
-        """Row tiles of a dense matrix that a warp multiplies."""
+        """Row tiles of a dense matrix that one warp multiplies."""
         return self.row_tiles * self.column_parts // WARPS
 
     @property
     def column_tiles(self) -> int:
-        """Column tiles of a part."""
+        """Column tiles in each of the `column_parts`."""
         return ceil_div(self.slice * self.dtype.itemsize, 32 * self.column_parts)
 
     @property
@@ -335,12 +335,12 @@ class Geometry(NamedTuple):
 
     @property
     def in_shared(self) -> int:
-        """Tiles in shared memory: those that are neither in registers nor streamed."""
+        """Tiles in shared memory: those neither in registers nor streamed."""
         return self.tiles - self.in_registers - self.streamed
 
     @property
     def bytes_on_chip(self) -> int:
-        """Bytes of weights, and of their indices."""
+        """Bytes of weights, and of their indices, on chip."""
         block = (self.tiles - self.streamed) * self.tile_bytes
         if self.path == "block":
             block += self.tiles * WARPS * self.tile_columns * 2
@@ -355,7 +355,7 @@ class Geometry(NamedTuple):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a unit's states of all sequences of a group, in shared memory."""
+        """Bytes of shared memory for a unit's states of all sequences in a group."""
         wide = self.columns > 4 or (self.path == "block" and self.dtype.itemsize == 2)
         return (8 if wide else 4) * self.dtype.itemsize
 
@@ -366,28 +366,28 @@ class Geometry(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Words of 8 bytes of each sequence's state that a thread copies to shared memory."""
+        """8-byte words of each sequence's state that a thread copies to shared memory."""
         return ceil_div(self.slice * self.dtype.itemsize, 8 * THREADS)
 
     @property
     def prefetched(self) -> int:
-        """Tiles or entries whose loads from L2 are in flight together, limited by registers."""
+        """Tiles or entries whose loads from L2 are in flight at once, limited by registers."""
         return 4 if self.path != "sparse" else 16 if self.columns <= 2 else 8
 
     @property
     def words_in_flight(self) -> int:
-        """Words of each sequence whose loads are in flight together, limited by registers."""
+        """Words of each sequence whose loads are in flight at once, limited by registers."""
         return min(self.words, 32 // self.columns)
 
     @property
     def parts_of_sums(self) -> int:
-        """Partial sums of a row in the block kernel: one per share, or one per share and half of the places."""
+        """Partial sums of a row in the block kernel: one for each share, or for each share and half of the places."""
         return self.strips.shares * (2 if self.columns <= 4 and self.dtype.itemsize == 2 else 1)
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory of a block."""
-        if self.wide:  # what remains is a ring of copies
+        if self.wide:  # all that is left becomes a ring buffer of copied states
             return WIDE_BYTES
         if self.path == "sparse":
             rows = WARPS * 32
@@ -399,8 +399,8 @@ class Geometry(NamedTuple):
         state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
         mail = self.block_groups * 2 * (self.cluster - (not self.scatters)) * self.units * self.capacity * 8
         state += self.distributed * self.state_buffers * self.group_bytes
-        if self.block_groups > 1:  # what is multiplied is copied there, with a barrier for each part
+        if self.block_groups > 1:  # a copy of the operand, with a barrier for each part
             state += self.slice * self.columns * self.dtype.itemsize + 16 * self.column_parts
-        if self.shares_work:  # operands and results of updates, on their way from thread to thread
+        if self.shares_work:  # operands and results of updates that threads pass to each other
             state += 2 * self.handed * round_up(self.units * self.capacity, 32) * 4
         return sums + state + mail + self.in_shared * self.tile_bytes

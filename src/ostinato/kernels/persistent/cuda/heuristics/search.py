@@ -23,14 +23,14 @@ from ostinato.kernels.persistent.cuda.heuristics.geometry import (
 )
 from ostinato.kernels.persistent.plan import GATES, KernelPath, Plan, no_kernel
 
-LEAST_COPIED = 1024  # bytes of a sequence's state, of groups in turn
-LEAST_TILES = {False: 16, True: 24}  # of a warp, of groups in turn, forward and backward
-MOST_WIDE = 2048  # units whose weights fit into the registers and the shared memory of blocks with 16 units each
-ROUNDED = 1.1  # times as long a step may take, so that a training of many batch sizes needs few kernels
+LEAST_COPIED = 1024  # the least bytes of a sequence's state for two groups in turn
+LEAST_TILES = {False: 16, True: 24}  # the least tiles of a warp for two groups in turn, forward and backward
+MOST_WIDE = 2048  # the most units whose weights fit into registers and shared memory of blocks with 16 units each
+ROUNDED = 1.1  # how many times as long a step may take, so that training with many batch sizes needs few kernels
 
 
 class Device(NamedTuple):
-    """What the search asks of ``torch.cuda.get_device_properties``."""
+    """The fields of ``torch.cuda.get_device_properties`` that the search uses."""
 
     multi_processor_count: int
     shared_memory_per_block_optin: int
@@ -51,7 +51,7 @@ def _coverings(start: Geometry, batch: int, device: Device, share: int) -> Itera
         for columns in sorted({n if n <= 8 else round_up(n, 8) for n in numbers}):  # beyond 8, whole tiles
             all_groups = ceil_div(batch, columns)
             fewest = {ceil_div(all_groups, launches) for launches in range(1, all_groups + 1)}
-            # Of one sequence, fewer blocks may be faster, as all read the same few lines of its state.
+            # With one sequence, fewer blocks may be faster, as all read the same few cache lines of its state.
             divisors = (1, 2, 3) if dense and columns == 1 and not start.backward else (1,)
             for groups, divisor in itertools.product(sorted(fewest), divisors):
                 blocks = resident // cluster // (groups * divisor) * cluster
@@ -60,20 +60,20 @@ def _coverings(start: Geometry, batch: int, device: Device, share: int) -> Itera
                 least = ceil_div(pitch, blocks)
                 for units in sorted(_units_of_block(start, least, parts)):
                     covering = start._replace(units=units, columns=columns, groups=groups, cluster=cluster)
-                    # Blocks of a cluster stay in step only if each one's slice contains data that others write.
+                    # Blocks of a cluster stay in step only if the slice of each contains data that others write.
                     is_whole = (cluster - 1) * covering.slice < start.products * pitch
                     if units >= least and covering.blocks <= blocks and is_whole:
                         yield covering
 
 
 def _units_of_block(start: Geometry, least: int, rows: int) -> set[int]:
-    """How many hidden units a block may have, `least` or a few more, with so many rows for each of them."""
+    """The numbers of hidden units that a block may have, `least` or a few more, with so many rows for each unit."""
     word = 4 // start.dtype.itemsize
     if start.path == "block":  # whole strips
         return {round_up(least * rows, 16) // rows if start.backward else round_up(least, 16)}
     if start.path == "sparse":  # a thread works on one row only
         return {units for units in (round_up(least, word),) if rows * units <= THREADS}
-    # Enough units to fill half a row tile, for both word sizes: fewer blocks.
+    # Also more units, up to the next half row tiles, for both word sizes, which leaves fewer blocks.
     first = round_up(rows * least, 8)
     return {n // rows // w * w for n in range(first, first + 24, 8) for w in (word, 2 * word)}
 
@@ -84,9 +84,9 @@ def _clusters(start: Geometry, batch: int, device: Device, share: int) -> Iterat
         cluster = start._replace(units=units, distributed=True)
         if start.backward:
             cluster = cluster._replace(cluster=ceil_div(start.hidden_size, units))
-        size = 1 << (cluster.blocks - 1).bit_length()  # another leaves as much of a GPC unused
+        size = 1 << (cluster.blocks - 1).bit_length()  # other sizes take as much of a GPC as the next power of two
         resident = resident_blocks(device, size) // share // size
-        # To sixteen blocks, sums of several sequences are sent as slowly as all else takes.
+        # Sending sums of several sequences to sixteen blocks takes as long as everything else together.
         most_columns = 1 if start.backward and size == 16 else 8
         for columns in sorted({ceil_div(batch, n) for n in range(ceil_div(batch, most_columns), batch + 1)}):
             if resident and size > 1:  # one block would exchange with itself
@@ -96,8 +96,8 @@ def _clusters(start: Geometry, batch: int, device: Device, share: int) -> Iterat
 def _ping_pong(start: Geometry, batch: int, device: Device, share: int) -> Iterator[Geometry]:
     """The divisions of units and sequences in which each block computes two groups in turn.
 
-    It was measured to pay for gated layers, unless states are small or products exact, and where both groups do not
-    find multiprocessors of their own.
+    This was measured to pay off for gated layers, unless states are small or products exact, and only if there are not
+    enough multiprocessors for both groups.
     """
     processors = device.multi_processor_count // share
     exact = start.exact and start.dtype == torch.float32
@@ -110,9 +110,10 @@ def _ping_pong(start: Geometry, batch: int, device: Device, share: int) -> Itera
 
 
 def _wide(start: Geometry, device: Device, share: int) -> Iterator[Geometry]:
-    """The divisions of many sequences among blocks whose warpgroups multiply, as on Hopper alone; see ``wide.cuh``.
+    """The divisions of many sequences among blocks whose warpgroups multiply, on Hopper only; see ``wide.cuh``.
 
-    Of an LSTM of so many units that the blocks of two groups would not fit: else two groups were measured to be faster.
+    Only for LSTMs of so many units that the blocks of two groups would not fit: otherwise two groups were measured to
+    be faster.
     """
     units, cluster = 16, 8 if start.backward else 2
     fits = start.cell == "lstm" and start.hidden_size % 2 == 0 and start.hidden_size <= MOST_WIDE
@@ -129,10 +130,10 @@ def _wide(start: Geometry, device: Device, share: int) -> Iterator[Geometry]:
 
 @functools.lru_cache(maxsize=4096)
 def _entries(height: int, width: int, blocks: int, density: float, rows: int, columns: int) -> int:
-    """The likely number of entries (pairs of weights) per thread of the sparse kernel, for blocks' parts of this size.
+    """The likely number of entries (pairs of weights) per thread of the sparse kernel, for parts of this size.
 
-    The matrix is pruned evenly in blocks of `rows` by `columns`.  A thread takes weights of one row only, so some have
-    few or none: the result is the smallest with which, likely, the threads of every part suffice.
+    The matrix is pruned evenly in blocks of `rows` by `columns`.  A thread takes weights of only one row, so some have
+    few or none: the result is the smallest number for which the threads of every part likely suffice.
     """
     strips, mean = height / rows, width * density
     deviation = math.sqrt(columns * width * density * (1 - density)) + 1e-9
@@ -141,8 +142,9 @@ def _entries(height: int, width: int, blocks: int, density: float, rows: int, co
 
     def fits(weights: int) -> bool:
         """Whether the threads of each part likely suffice, with this many weights each."""
-        alike = 1 - row.cdf(THREADS // height * weights + 0.5)  # the probability that an equal number per row does not
-        if strips * blocks * alike < 0.2:
+        # The probability that the same number of threads for each row does not suffice.
+        overflow = 1 - row.cdf(THREADS // height * weights + 0.5)
+        if strips * blocks * overflow < 0.2:
             return True
         most = math.ceil((mean + 6 * deviation) / weights)
         more = [1 - row.cdf(n * weights + 0.5) for n in range(1, most)]  # P(a row needs more than n threads)
@@ -170,7 +172,7 @@ def resident_blocks(device: Device, cluster: int) -> int:
 def candidates(
     start: Geometry, batch: int, density: float, block: tuple[int, int] | None, device: Device, share: int = 1
 ) -> Iterator[Geometry]:
-    """The geometries that fit a layer, assuming that the matrix is pruned evenly in such blocks."""
+    """The geometries that fit a layer, assuming that its matrix is pruned evenly in blocks of this shape."""
     if start.path == "dense":
         yield from _wide(start, device, share)
     coverings = _coverings(start, batch, device, share)
@@ -181,15 +183,15 @@ def candidates(
         filled = _with_weights(covering, density, block or (1, 1), device.shared_memory_per_block_optin)
         if filled is None:
             continue
-        most = most_streamed(device) if filled.block_groups == 1 else 0  # in ping-pong: twice a step
-        # Of groups in turn, products of few tiles hide little of an exchange.
+        most = most_streamed(device) if filled.block_groups == 1 else 0  # ping-pong would read weights twice a step
+        # With two groups in turn, products of few tiles hide little of the exchange.
         enough = filled.block_groups == 1 or filled.tiles >= LEAST_TILES[start.backward]
         if enough and filled.bytes_streamed * share <= most:
             yield filled
 
 
 def _with_weights(geometry: Geometry, density: float, block: tuple[int, int], shared: int) -> Geometry | None:
-    """The geometry with all tiles that its weights take, and where these are, as :func:`fill_registers` has them."""
+    """The geometry with all tiles that its weights take, placed by :func:`fill_registers`; None if they do not fit."""
     if geometry.scatters:
         tiles = ceil_div(geometry.row_tiles, WARPS) * ceil_div(geometry.slice * geometry.dtype.itemsize, 32)
         return fill_registers(geometry._replace(tiles=tiles), shared)
@@ -202,9 +204,10 @@ def _with_weights(geometry: Geometry, density: float, block: tuple[int, int], sh
         return filled
     rows, columns = reversed(block) if geometry.backward else block  # of a pruned block, backward transposed
     if geometry.path == "block":
-        some, strips = 1 - (1 - density) ** ceil_div(16, rows), geometry.rows // 16  # some of a strip's columns
-        deviations = NormalDist().inv_cdf(1 - 0.05 / (strips * geometry.blocks))  # a likely bound for all strips
-        most = geometry.slice * some + deviations * math.sqrt(geometry.slice * some * (1 - some))
+        # The share of a strip's columns that are not empty; then a bound on their number that likely holds everywhere.
+        share, strips = 1 - (1 - density) ** ceil_div(16, rows), geometry.rows // 16
+        deviations = NormalDist().inv_cdf(1 - 0.05 / (strips * geometry.blocks))
+        most = geometry.slice * share + deviations * math.sqrt(geometry.slice * share * (1 - share))
         return split_strips(geometry, [math.ceil(most)] * strips, shared)
     entries = _entries(geometry.rows, geometry.slice, geometry.blocks, density, rows, columns)
     return fill_registers(geometry._replace(tiles=entries), shared)
@@ -220,6 +223,7 @@ def _fastest(
     share: int,
     distributed: bool,
 ) -> Geometry | None:
+    """The geometry with the least estimated time, starting from the kernels and the layer in `starts`."""
     fitting = (
         geometry
         for start in starts
@@ -230,16 +234,16 @@ def _fastest(
 
 
 def _rounded(batch: int) -> Iterator[set[int]]:
-    """The powers of four up to the one above a batch, then the numbers around it of one to three binary digits."""
+    """The powers of four up to the one above a batch, then the numbers around it with one to three binary digits."""
     digits = (batch - 1).bit_length()
     yield {4**half for half in range(ceil_div(digits, 2) + 1)}
-    for kept in (1, 2, 3):
-        unit = 1 << max(0, digits - kept)
+    for leading in (1, 2, 3):
+        unit = 1 << max(0, digits - leading)
         yield {batch // unit * unit, round_up(batch, unit)} - {0}
 
 
 def _for_batch(geometry: Geometry, batch: int, device: Device, share: int) -> Iterator[Geometry]:
-    """The ways in which a geometry's kernel runs a batch: in more groups, or in groups of more sequences."""
+    """The ways in which a geometry's kernel can run a batch: with more groups, or with groups of more sequences."""
     size = 1 << (geometry.blocks_of_a_cluster - 1).bit_length()
     most = resident_blocks(device, size) // share // max(size, geometry.blocks)
     all_groups = ceil_div(batch, geometry.capacity * geometry.block_groups)
@@ -254,7 +258,7 @@ def _for_batch(geometry: Geometry, batch: int, device: Device, share: int) -> It
 
 
 def _how_they_fit(geometry: Geometry, pruned: bool) -> str:
-    """What is said of the weights of a `pruned` or dense layer in its plan."""
+    """How a plan's reason describes where the weights of a `pruned` or dense layer are."""
     if geometry.wide:
         return f"fit on the chip, multiplied by warpgroups with {geometry.columns} sequences at once"
     if geometry.streamed:
@@ -275,13 +279,13 @@ def _rounder(
     device: Device,
     share: int,
 ) -> Geometry:
-    """The fastest kernel of a rounder batch, if a step then takes at most ``ROUNDED`` times as long as by `exact`.
+    """The fastest kernel of a rounder batch size, if a step takes at most ``ROUNDED`` times as long as with `exact`.
 
-    A kernel is compiled for the sequences of a group and runs any number of groups: so many batches share it.
+    A kernel is compiled for the sequences of a group and runs any number of groups, so that many batch sizes share it.
     """
     longest = ROUNDED * microseconds(exact, batch, pruned)
     for sizes in _rounded(batch):
-        ways = (way for size in sizes if (found := fastest(size)) for way in _for_batch(found, batch, device, share))
+        ways = (way for size in sizes if (other := fastest(size)) for way in _for_batch(other, batch, device, share))
         rounder = min(ways, key=lambda way: microseconds(way, batch, pruned), default=exact)
         if microseconds(rounder, batch, pruned) <= longest:
             return rounder
@@ -304,16 +308,19 @@ def choose_geometry(
     distributed: bool = True,
     generated: Generated | None = None,
 ) -> Plan:
-    """A fast way to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm") in one direction of time.
+    """The plan with the fastest geometry for one pass of a layer, or why there is none.
 
     Args:
-        hidden_size, batch, dtype: of the layer and its input.
-        mask_nnz: recurrent weights left by pruning; None if the layer is dense.
+        cell: "rnn_tanh", "rnn_relu", "gru", "lstm" or "generated".
+        hidden_size: of the layer.
+        batch: the number of sequences.
+        dtype: of the layer and its input.
+        mask_nnz: the number of recurrent weights left by pruning; None if the layer is dense.
         block: the shape of pruned blocks.
-        properties: what ``torch.cuda.get_device_properties`` returns.
+        properties: those of ``torch.cuda.get_device_properties``.
         share: how many such layers share the device at the same time.
         path: the only kernel to consider; None for the fastest.
-        backward: whether the gradients go back through time, or the states forward.
+        backward: whether this is the backward pass.
         exact: whether float32 products must not be rounded to tf32.
         distributed: whether states may stay in the shared memory of clusters.
         generated: the cell, if it is "generated".
