@@ -2,17 +2,17 @@
 
 =====================  =======================================================
 ``plan.py``            by which loops a layer runs, or why torch's kernels run
-``passes.py``          both passes of a layer: the calls of the loops
+``passes.py``          both passes of a layer, which call the loops over time
 ``loops.py``           the loops over time
-``cells.py``           one unit of one sequence, forward and backward
+``cells.py``           the update of one unit of one sequence, forward and backward
 ``products.py``        products of dense weights with states
-``pruned.py``          those of pruned weights
-``entries.py``         pruned weights in the order in which those read them
-``barrier.py``         the barrier between threads that divide a layer's units
+``pruned.py``          products of pruned weights with states
+``entries.py``         the sparse format in which these read pruned weights
+``barrier.py``         the barrier between threads that share a layer's units
 ``step.py``            one step
-``step_loop.py``       its loop
-``step_matrices.py``   which weights that loop reads, and in which order
-``step_gradients.py``  its gradients
+``step_loop.py``       the loop of one step
+``step_matrices.py``   the formats in which that loop reads weights
+``step_gradients.py``  the gradients of one step
 =====================  =======================================================
 """
 

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""A barrier between the steps of several threads that waits for no thread that is not running.
+"""A barrier between the steps of several threads that does not wait for threads that are not running.
 
-A step is divided into parts, one a thread, and starts when all parts of the step before are finished.  A thread claims
-its own part of each step; parts whose thread has not arrived, or seems to be preempted, are stolen by the others.
-Release and acquire order makes what a step wrote visible to whoever claims a part of the next.
+A step is divided into parts, one for each thread, and starts when all parts of the step before are finished.  A thread
+claims its own part of each step; parts whose thread has not arrived, or seems to be preempted, are stolen by others.
+Release-acquire ordering makes what a step wrote visible to the thread that claims a part of the next.
 
-The state of the barrier, ``progress``, is zero at first: in cache lines of their own the number of finished parts of
-all steps and, of each part, the next step that it is to be claimed for and whether its thread has arrived.
+The state of the barrier, ``progress``, is initialised to zeros.  In separate cache lines, it has the number of finished
+parts of all steps and, for each part, the next step to be claimed and whether its thread has arrived.
 """
 
 import sys
@@ -20,9 +20,9 @@ from numba.extending import intrinsic
 from ostinato.kernels.cpu.compiler import inline
 from ostinato.kernels.cpu.intrinsics import LINE, offset
 
-COUNTERS = LINE // 8  # in a line
+COUNTERS = LINE // 8  # in a cache line
 _NEXT_STEP, _ARRIVED = 0, 1
-_SPINS = 500  # some microseconds, before other threads' parts are stolen and the processor is yielded
+_SPINS = 500  # some microseconds of polling before a thread steals parts of others and yields its processor
 
 
 @intrinsic
@@ -44,7 +44,7 @@ def _increment_release(typing_context, counter):
 
 @intrinsic
 def _increment_from(typing_context, counter, value):
-    """Compare and swap: increment the counter if it is `value`; whether it was."""
+    """Compare and swap: increment the counter if it equals `value`; returns whether it did."""
 
     def generate(context, builder, signature, arguments):
         counter, value = arguments
@@ -56,7 +56,7 @@ def _increment_from(typing_context, counter, value):
 
 @intrinsic
 def _yield_processor(typing_context):
-    """To a waiting thread, as there may be more threads than processors."""
+    """Yield the processor to a waiting thread, as there may be more threads than processors."""
     name = "SwitchToThread" if sys.platform == "win32" else "sched_yield"
 
     def generate(context, builder, signature, arguments):
@@ -69,14 +69,14 @@ def _yield_processor(typing_context):
 
 @inline
 def arrive(progress, part):
-    """Say that the thread of a part is here; nobody steals the part unless the thread is then preempted."""
+    """Announce the thread of a part, so that no other steals the part unless this thread seems to be preempted."""
     _increment_from(offset(progress, (1 + part) * COUNTERS + _ARRIVED), 0)
 
 
 @inline
-def claim_part(progress, parts, own, steps):
-    """Wait for the barrier; returns the step and the part that the thread is to compute, or `steps` after the last."""
-    if parts == 1:  # an atomic operation would wait for all writes of the processor
+def claim_part(progress, parts, own_part, steps):
+    """Wait at the barrier; returns the step and the part that the thread must compute, or `steps` after the last."""
+    if parts == 1:  # without atomic operations, which would wait for all pending writes of the processor
         return progress[0], np.int64(0)
     spins = 0
     while True:
@@ -85,8 +85,8 @@ def claim_part(progress, parts, own, steps):
             return step, np.int64(0)
         for part in range(parts):
             counters = offset(progress, (1 + part) * COUNTERS)
-            is_mine = part == own or spins > _SPINS or _load_acquire(offset(counters, _ARRIVED)) == 0
-            if is_mine and _increment_from(offset(counters, _NEXT_STEP), step):
+            may_claim = part == own_part or spins > _SPINS or _load_acquire(offset(counters, _ARRIVED)) == 0
+            if may_claim and _increment_from(offset(counters, _NEXT_STEP), step):
                 return step, part
         spins += 1
         if spins > _SPINS:
@@ -95,6 +95,7 @@ def claim_part(progress, parts, own, steps):
 
 @inline
 def finish_part(progress, parts):
+    """Count a part of the current step as finished."""
     if parts == 1:
         progress[0] += 1
     else:

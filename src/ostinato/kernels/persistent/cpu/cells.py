@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""One unit of one sequence in the CPU's loops, forward and backward, for each cell.
+"""The update of one unit of one sequence in the CPU's loops, forward and backward, for each cell.
 
-They are functions apart: of one for all, Numba would compile every branch, and how strings are compared.
+Each cell has a function of its own: in a single one, Numba would compile every branch, and string comparisons.
 """
 
 from ostinato.kernels.cpu.compiler import inline
@@ -14,7 +14,7 @@ load, store = restricted(
 )
 
 
-# `arrays` are pointers and the offsets of their rows; gates are `pitch` apart in a row, and `padded` apart in the sums.
+# `arrays` are pointers and offsets of rows in them; gates are `pitch` apart in a row, and `padded` apart in the sums.
 
 
 @inline
@@ -79,7 +79,7 @@ def _lstm_unit(keep, j, pitch, padded, arrays):
 FORWARD_UNIT = {"rnn_tanh": _rnn_unit(_tanh), "rnn_relu": _rnn_unit(_relu), "gru": _gru_unit, "lstm": _lstm_unit}
 
 
-# The gradients of the gates' pre-activations; dh keeps the part that does not pass through the weights.
+# The gradients of the gates' pre-activations; dh keeps the part of h's gradient that does not pass through the weights.
 
 
 @inline

@@ -1,12 +1,12 @@
-"""The sparse format of pruned layers on CPUs: indices that depend on the mask only.
+"""The sparse format of pruned layers on CPUs: indices that depend only on the mask.
 
-Forward, the format is sliced ELLPACK (Kreutzer et al. 2014, arXiv 1307.6209): weights are stored in slices of 8 or 16
-rows, and an entry of a slice has one weight for each of its rows.  With blocks, the rows of an entry share a column: an
-entry is a broadcast and one vector multiply-add, without gathers.  Without, each row has its own columns, and rows are
-sorted by their number of weights, so that slices need little padding.
+In the forward pass, the format is sliced ELLPACK (Kreutzer et al. 2014, arXiv 1307.6209): weights are stored in slices
+of 8 or 16 rows, and an entry of a slice has one weight for each of its rows.  With blocks, the rows of an entry share a
+column: an entry is a broadcast and one vector multiply-add, without gathers.  Without blocks, each row has its own
+columns, and rows are sorted by their number of weights, so that slices need little padding.
 
-Backward, the weights are transposed, and a block is part of a row: an entry is one load of adjacent gradients and one
-vector multiply-add, and the lanes of a sum are added at its end.
+In the backward pass, the weights are transposed, and a block is part of a row: an entry is one load of adjacent
+gradients and one vector multiply-add, and the lanes of a sum are added at its end.
 """
 
 from typing import NamedTuple
@@ -15,26 +15,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SLICE = 16  # rows of a slice without blocks
+SLICE = 16  # rows in a slice without blocks
 
 
 class Entries(NamedTuple):
-    """The kept weights of a matrix, (gates * H, inputs), as indices into it; padding is the index of a pruned one."""
+    """The kept weights of a (gates * H, inputs) matrix, as indices into it; padding is the index of a pruned weight."""
 
-    kind: str  # "shared": one column per entry; "own": one per weight; "dots": an entry is part of a row
+    kind: str  # "shared": one column per entry; "own": one column per weight; "dots": an entry is part of a row
     height: int  # weights per entry
-    padded: int  # rows of the sums from one gate to the next
-    places: Tensor  # (entries, height): the index of each weight
-    columns: Tensor  # (entries,) or (entries, height), int32: what weights are multiplied with; the first, of "dots"
-    starts: Tensor  # (slices + 1,): each slice's first entry
-    rows: Tensor  # (slices * height,): the row of each sum of "own"
-    diagonal: Tensor  # (gates, padded): indices of weights on the diagonal that are in no entry
+    padded: int  # rows of sums per gate, including padding
+    places: Tensor  # (entries, height), the index of each weight
+    columns: Tensor  # int32, (entries,) or for "own" (entries, height), the column of the weights; for "dots" the first
+    starts: Tensor  # (slices + 1,), the first entry of each slice
+    rows: Tensor  # (slices * height,), for "own" the row of each sum
+    diagonal: Tensor  # (gates, padded), indices of weights on the diagonal that are in no entry
 
 
 def forward_entries(mask: Tensor, block: tuple[int, int], gates: int) -> Entries:
     """The entries of a mask (gates * H, inputs) with at least one weight pruned, in blocks of `block`.
 
-    In square gates, as of recurrent weights, the diagonal is not part of the blocks.
+    In square matrices, such as recurrent weights, the diagonal is not part of the blocks.
     """
     hidden, inputs = len(mask) // gates, mask.shape[1]
     places, pruned = _places(mask, gates)
@@ -58,7 +58,7 @@ def backward_entries(mask: Tensor, block: tuple[int, int], gates: int) -> Entrie
     order = [2, 0, 1] if gates == 3 else list(range(gates))
     mask, places = mask.view(gates, hidden, hidden)[order], places[order]
     height = block[0]
-    if block == (1, 1) or hidden % height:  # an entry of dots would reach into the next gate
+    if block == (1, 1) or hidden % height:  # otherwise, an entry of "dots" would extend into the next gate
         transposed = mask.flatten(0, 1).T.contiguous()
         return _own_columns(transposed, places.flatten(0, 1).T.contiguous(), pruned, hidden, hidden, 1)
     kept, alone = _blocks(mask, height)
@@ -74,14 +74,14 @@ def backward_entries(mask: Tensor, block: tuple[int, int], gates: int) -> Entrie
 
 
 def _places(mask: Tensor, gates: int) -> tuple[Tensor, int]:
-    """The index of each weight, (gates, H, H), that of one pruned weight for all pruned ones; and that index."""
+    """The index of each weight, (gates, H, inputs), the same for all pruned weights; and that index."""
     pruned = int((~mask).flatten().to(torch.uint8).argmax())
     places = torch.arange(mask.numel(), device="cpu").view(mask.shape).masked_fill(~mask, pruned)
     return places.view(gates, -1, mask.shape[1]), pruned
 
 
 def _blocks(mask: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    """The columns of each slice with a weight off the diagonal, (gates, slices, H), and the other weights."""
+    """Which columns of each slice have weights off the diagonal, (gates, slices, inputs), and which weights remain."""
     hidden, inputs = mask.shape[1:]
     eye = torch.eye(hidden, dtype=torch.bool, device="cpu") if hidden == inputs else torch.zeros_like(mask[0])
     kept = F.pad(mask & ~eye, (0, 0, 0, -hidden % height)).unflatten(1, (-1, height)).any(2)
@@ -89,11 +89,15 @@ def _blocks(mask: Tensor, height: int) -> tuple[Tensor, Tensor]:
 
 
 def _alone_on_diagonal(alone: Tensor, places: Tensor, pruned: int) -> Tensor:
+    """The indices of the weights on the diagonal that are in no entry, padded with a pruned one."""
     return torch.where(alone, places, pruned).diagonal(dim1=1, dim2=2).contiguous()
 
 
 def _own_columns(mask: Tensor, places: Tensor, pruned: int, sums: int, padded: int, gates: int) -> Entries:
-    """Rows sorted by their number of weights, descending; entry k of a slice has the k-th weight of each row."""
+    """Entries with a column for each weight: rows are sorted by their number of weights, descending.
+
+    Entry k of a slice has the k-th weight of each row.
+    """
     counts, order = mask.sum(1).sort(descending=True, stable=True)
     slices = -(-len(order) // SLICE)
     starts = F.pad(counts[::SLICE].cumsum(0), (1, 0))

@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def"
 """Loops over time for recurrent layers on the CPU, compiled by Numba: forward and backward, dense and pruned.
 
-The batch is divided into chunks of sequences, each of which one thread takes through all steps: no step waits for
-another thread.  Where there are fewer sequences than threads, or few and more weights than a cache holds, the hidden
-units of all are divided into parts instead, one a thread, which keeps that part of the weights in its cache; a barrier
-separates the steps (``barrier.py``).
+The batch is divided into chunks of sequences, and one thread runs all steps of a chunk, so that no step waits for
+another thread.  If there are fewer sequences than threads, or few sequences and more weights than a cache holds, the
+hidden units of all sequences are divided into parts instead, one for each thread, which keeps its part of the weights
+in its cache; a barrier separates the steps (``barrier.py``).
 
-A step multiplies the recurrent weights with the states of a chunk and computes the gates, fused.  Dense weights are
+A step multiplies the recurrent weights by the states of a chunk and computes the gates, fused.  Dense weights are
 packed in panels, (panels, K, rows): the sums of a panel's rows for a tile of sequences stay in registers for all K.
-Pruned ones are the entries of ``entries.py``.  How the work is divided never changes a result: the order of each
-sum is fixed.
+Pruned weights are the entries of ``entries.py``.  The division of work never changes a result, as the order of each sum
+is fixed.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ _BOTH = (
 
 
 class ForwardWork(ctypes.Structure):
-    """The forward loop's arguments: sizes and addresses.
+    """The forward loop's argument structure: sizes and addresses.
 
     A sequence's sums are a `row`: for each part a `part_row`, in which the gates of its `units` start `padded` apart.
     `weights` are panels or the values of entries; `columns` to `diagonal` belong to entries.  `shown` are the states
@@ -46,7 +46,7 @@ class ForwardWork(ctypes.Structure):
 
 
 class BackwardWork(ctypes.Structure):
-    """The backward loop's arguments, as the forward's; the sums are dh."""
+    """The backward loop's argument structure, like the forward's; here the sums are dh."""
 
     _fields_ = integers(
         *(*_BOTH, "pre", "candidate", "h", "h0", "cells", "c0", "zeros", "grad_output", "grad_row"),
@@ -59,7 +59,7 @@ _FORWARD, _BACKWARD = np.dtype(ForwardWork), np.dtype(BackwardWork)
 
 @inline
 def _rows_of(work, t, first, size):
-    """The first row of a step, and the number of its rows in the chunk of `size` sequences from the `first` on."""
+    """The first row of a step, and the number of its rows in the chunk of `size` sequences that begins at `first`."""
     begin, end = t * work.batch, (t + 1) * work.batch
     if work.offsets:
         offsets = pointer_to(work.offsets, np.int32)
@@ -74,7 +74,7 @@ def _clear(x, begin, end):
 
 
 @inline
-def _begin_sums(gates, hidden, padded, bias, sums, at, begin, end):
+def _set_to_bias(gates, hidden, padded, bias, sums, at, begin, end):
     for g in range(gates):
         for j in range(begin, end):
             store(sums, at + g * padded + j, load(bias, g * hidden + j, "p0"), "s0")
@@ -82,15 +82,15 @@ def _begin_sums(gates, hidden, padded, bias, sums, at, begin, end):
 
 @functools.cache
 def _product(dtype: type, gates: int, kind: str, height: int, tile: int, backward: bool) -> Any:
-    """What adds the product of a part's weights with x, a row of each of `live` sequences, to their sums."""
+    """A function that adds the products of a part's weights and x, rows of `live` sequences, to their sums."""
     if kind == "dense":
         panel, factor, add_panels = panel_rows(dtype, tile), gates if backward else 1, panels_adder(dtype, tile)
 
         @inline
         def multiply(work, part, part_row, x, x_row, sums, live):
             skipped, columns = part * part_row, factor * work.hidden
-            weights, own = offset(pointer_to(work.weights, dtype), skipped * columns), offset(sums, skipped)
-            add_panels(part_row // panel, columns, weights, x, x_row, own, work.row, live)
+            weights, out = offset(pointer_to(work.weights, dtype), skipped * columns), offset(sums, skipped)
+            add_panels(part_row // panel, columns, weights, x, x_row, out, work.row, live)
 
     else:
         add_entries = entries_adder(kind, height, tile, gates, direct=False)
@@ -107,9 +107,9 @@ def _product(dtype: type, gates: int, kind: str, height: int, tile: int, backwar
 
 
 def _over_time(record: np.dtype, shared: bool, more: int, advance: Callable) -> Any:
-    """The loop over `more` steps than time has of ``advance(work, chunk, step, part)``.
+    """The compiled loop that calls ``advance(work, chunk, step, part)`` for `more` steps than the sequences have.
 
-    That returns whether pruned weights, which count as zeros, would be multiplied with what is not finite.
+    ``advance`` returns True if pruned weights, which count as zeros, would be multiplied by an infinite number or NaN.
     """
 
     @compiled_loop
@@ -118,16 +118,16 @@ def _over_time(record: np.dtype, shared: bool, more: int, advance: Callable) -> 
         parts, steps = work.parts if shared else 1, work.length + more
         task = take_task(address)
         while task < work.tasks:
-            chunk, own = task // parts, task % parts
+            chunk, own_part = task // parts, task % parts
             progress = offset(pointer_to(work.progress, np.int64), chunk * (1 + parts) * COUNTERS)
-            arrive(progress, own)
+            arrive(progress, own_part)
             wrong = False
-            step, part = claim_part(progress, parts, own, steps)
+            step, part = claim_part(progress, parts, own_part, steps)
             while step < steps:
                 if not wrong:
                     wrong = advance(work, chunk, step, part)
                 finish_part(progress, parts)
-                step, part = claim_part(progress, parts, own, steps)
+                step, part = claim_part(progress, parts, own_part, steps)
             if wrong:
                 work.not_finite = 1
             task = take_task(address)
@@ -137,10 +137,11 @@ def _over_time(record: np.dtype, shared: bool, more: int, advance: Callable) -> 
 
 @functools.cache
 def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: int, shared: bool) -> Any:
-    """The forward loop for weights that are "dense", or entries of a kind and height.
+    """The compiled forward loop for weights whose `kind` is "dense", or entries of a kind and height.
 
-    h and c hold the initial state, then the last one.  For the backward, ``keep`` leaves the gates' pre-activations in
-    `projected`, of a GRU's n only the input's part, and in `kept` an LSTM's c or the other part of a GRU's n.
+    h and c are the initial states on entry, the last ones on return.  For the backward, ``keep`` leaves in `projected`
+    the gates' pre-activations, with only the input's part of a GRU's n, and in `kept` an LSTM's c or the other part of
+    a GRU's n.
     """
     gates, unit, largest = GATES[cell], FORWARD_UNIT[cell], dtype(np.finfo(dtype).max)
     multiply = _product(dtype, gates, kind, height, tile, backward=False)
@@ -152,18 +153,18 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
         h, c, shown = pointer_to(work.h, dtype), pointer_to(work.c, dtype), pointer_to(work.shown, dtype)
         output, kept = pointer_to(work.output, dtype), pointer_to(work.kept, dtype)
         batch, hidden, row, padded = work.batch, work.hidden, work.row, work.padded
-        has_resets = work.resets != 0  # read once: a store might change it
+        has_resets = work.resets != 0  # read once, as a store might change it
         units, part_row = (work.units, work.part_row) if shared else (hidden, row)
         first, t = chunk * work.chunk_size, work.length - 1 - step if work.reverse else step
         at_step, live = _rows_of(work, t, first, work.chunk_size)
         begin, end = part * units, min((part + 1) * units, hidden)
-        mine = part * part_row - begin  # where the sums of the first unit would be
+        mine = part * part_row - begin  # the offset at which the sums of unit 0 would be in this part
         for b in range(first, first + live):
             if has_resets and resets[at_step + b]:
                 _clear(h, b * hidden + begin, b * hidden + end)
                 if cell == "lstm":
                     _clear(c, b * hidden + begin, b * hidden + end)
-            _begin_sums(gates, hidden, padded, bias, sums, b * row + mine, begin, end)
+            _set_to_bias(gates, hidden, padded, bias, sums, b * row + mine, begin, end)
         x = offset(h, first * hidden)
         if shared:
             x = offset(shown, (step % 2 * batch + first) * hidden)
@@ -172,8 +173,8 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
             return True
         multiply(work, part, part_row, x, hidden, offset(sums, first * row), live)
         for b in range(first, first + live):
-            if shared and has_resets and resets[at_step + b]:  # the others show what was before
-                _begin_sums(gates, hidden, padded, bias, sums, b * row + mine, begin, end)
+            if shared and has_resets and resets[at_step + b]:  # other parts have published states from before the reset
+                _set_to_bias(gates, hidden, padded, bias, sums, b * row + mine, begin, end)
             at, at_out = b * hidden, (at_step + b) * hidden
             arrays = projected, at_out * gates, sums, b * row + mine, h, c, at, output, kept, at_out
             for j in range(begin, end):
@@ -189,14 +190,14 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
 
 @functools.cache
 def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: bool) -> Any:
-    """The backward loop; dh and dc hold the last state's gradients, then the initial state's."""
+    """The compiled backward loop; dh and dc are the last states' gradients on entry, the initial ones' on return."""
     gates, unit, largest = GATES[cell], BACKWARD_UNIT[cell], dtype(np.finfo(dtype).max)
     width = 1 if gates == 1 else 4  # gradients of a unit
     multiply = _product(dtype, gates, kind, height, tile, backward=True)
 
     @inline
-    def pass_on(work, chunk, t, part, part_row, begin, end):
-        """Add the product of step t's gradients to dh."""
+    def propagate(work, chunk, t, part, part_row, begin, end):
+        """Add the product of step t's gate gradients and the weights to dh."""
         resets, grads = pointer_to(work.resets, np.uint8), pointer_to(work.grads, dtype)
         dh, dc = pointer_to(work.dh, dtype), pointer_to(work.dc, dtype)
         hidden, row, grads_row = work.hidden, work.row, width * work.hidden
@@ -216,7 +217,7 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
 
     @inline
     def differentiate(work, chunk, t, t_before, part, part_row, begin, end):
-        """The gradients of step t, from dh and dc."""
+        """Compute the gradients of the gates at step t from dh and dc."""
         resets, zeros = pointer_to(work.resets, np.uint8), pointer_to(work.zeros, dtype)
         pre, candidate = pointer_to(work.pre, dtype), pointer_to(work.candidate, dtype)
         h, h0 = pointer_to(work.h, dtype), pointer_to(work.h0, dtype)
@@ -246,14 +247,14 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
 
     @inline
     def advance(work, chunk, step, part):
-        # The product of a step needs all parts' gradients, so it is computed after the barrier, in the next step.
+        # The product of a step needs the gradients of all parts, so it is computed after the barrier, in the next step.
         length, reverse = work.length, work.reverse
         units, part_row = (work.units, work.part_row) if shared else (work.hidden, work.row)
         begin, end = part * units, min((part + 1) * units, work.hidden)
         t, later, earlier = length - 1 - step, length - step, length - 2 - step
         if reverse:
             t, later, earlier = step, step - 1, step + 1
-        if step > 0 and pass_on(work, chunk, later, part, part_row, begin, end):
+        if step > 0 and propagate(work, chunk, later, part, part_row, begin, end):
             return True
         if step < length:
             differentiate(work, chunk, t, earlier, part, part_row, begin, end)

@@ -1,4 +1,4 @@
-"""One layer and direction on the CPU, forward and backward in time, dense and pruned: the calls of ``loops.py``."""
+"""The forward and backward pass of one layer and direction on the CPU, dense or pruned, which call ``loops.py``."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,19 +16,19 @@ from ostinato.kernels.persistent.cpu.barrier import COUNTERS
 from ostinato.kernels.persistent.cpu.entries import SLICE, Entries, backward_entries, forward_entries
 from ostinato.kernels.persistent.plan import GATES, Plan, keeps_gates
 
-PART = 1 << 16  # weights of a part of a step that pay off a thread
-# Bytes of weights that no core's own cache holds beside all else: then threads divide the units of few sequences.
-# Measured on two cores of an Intel Xeon of 2023.
+PART = 1 << 16  # the weights of a step's part from which on a thread for it pays off
+# The bytes of weights that a core's own cache does not hold beside other data, and the most sequences for which threads
+# then share the units instead.  Measured on two cores of an Intel Xeon of 2023.
 BEYOND_CACHE, FEW_SEQUENCES = 3 << 19, 16
 
 
 def forward(
     layer: Layer, projected: Tensor, plan: Plan, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """As ``reference.forward``; with ``keep``, all that :func:`backward` takes is saved.
+    """Run all steps of a layer; see ``reference.forward``.
 
-    ``projected`` is then overwritten with the gates' pre-activations, and the last result is an LSTM's c or a GRU's
-    `candidate`.
+    With ``keep``, all that :func:`backward` needs is saved: ``projected`` is overwritten with the gates'
+    pre-activations, and the last result is an LSTM's c or a GRU's `candidate`.
     """
     cell, weight_hh, bias_hh, mask_hh, h0, c0, sequences, _ = layer
     hidden, gates, lstm = weight_hh.shape[1], GATES[cell], cell == "lstm"
@@ -37,12 +37,12 @@ def forward(
     output = projected.new_empty(len(projected), hidden)
     keep = keep and keeps_gates(cell)
     kept = torch.empty_like(output) if keep else None
-    how = _share(weight_hh, batch, sequences.length(projected), plan)
-    entries, untouched = None, None
+    share = _share(weight_hh, batch, sequences.length(projected), plan)
+    entries, backup = None, None
     if plan.path != "dense":
         entries = _entries(forward_entries, mask_hh, plan, gates)
-        untouched = projected.clone() if keep else None
-    weights = _dense_panels(weight_hh, gates, how) if entries is None else _values(weight_hh, entries, gates)
+        backup = projected.clone() if keep else None
+    weights = _dense_panels(weight_hh, gates, share) if entries is None else _values(weight_hh, entries, gates)
     arrays = {
         "bias": h.new_zeros(gates * hidden) if bias_hh is None else bias_hh.contiguous(),
         "sums": h.new_empty(batch, weights.row),
@@ -55,11 +55,11 @@ def forward(
         "output": output,
         "kept": kept,
     }
-    loop = loops.forward(NUMPY_DTYPES[h.dtype], cell, keep, weights.kind, weights.height, how.tile, weights.parts > 1)
-    if not _run(loop, loops.ForwardWork, how, weights, arrays, batch=batch, hidden=hidden, reverse=reverse):
-        # Zero times infinity is NaN: pruned weights count, and only the dense loop reads them.
-        if untouched is not None:
-            projected.copy_(untouched)
+    loop = loops.forward(NUMPY_DTYPES[h.dtype], cell, keep, weights.kind, weights.height, share.tile, weights.parts > 1)
+    if not _run(loop, loops.ForwardWork, share, weights, arrays, batch=batch, hidden=hidden, reverse=reverse):
+        # Zero times infinity is NaN, so pruned weights count here, and only the dense loop reads them.
+        if backup is not None:
+            projected.copy_(backup)
         return forward(layer, projected, plan._replace(path="dense"), keep)
     return output, h, c if lstm else None, kept
 
@@ -67,21 +67,21 @@ def forward(
 def backward(
     layer: Layer, saved: Saved, upstream: Sequence[Tensor | None], plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """As ``reference.backward``."""
+    """Backpropagate through all steps of a layer; see ``reference.backward``."""
     cell, weight_hh, _, mask_hh, h0, c0, sequences, _ = layer
     (pre, candidate, h, c), (grad_output, grad_h_n, grad_c_n) = saved, upstream
     hidden, gates, lstm = weight_hh.shape[1], GATES[cell], cell == "lstm"
     batch, offsets, resets, reverse = sequences
-    how = _share(weight_hh.T, batch, sequences.length(pre), plan)
+    share = _share(weight_hh.T, batch, sequences.length(pre), plan)
     if plan.path == "dense":
-        ordered = weight_hh.roll(hidden, 0) if cell == "gru" else weight_hh  # n, r, z as the gradients
-        weights = _dense_panels(ordered.T, 1, how)
+        ordered = weight_hh.roll(hidden, 0) if cell == "gru" else weight_hh  # n, r, z, in the order of the gradients
+        weights = _dense_panels(ordered.T, 1, share)
     else:
         weights = _values(weight_hh, _entries(backward_entries, mask_hh, plan, gates), 1)
     dh = pre.new_zeros(batch, weights.row)
-    of_units = dh.view(batch, weights.parts, -1)[:, :, : weights.units]
+    dh_units = dh.view(batch, weights.parts, -1)[:, :, : weights.units]  # without the padding of each part
     if grad_h_n is not None:
-        of_units.copy_(F.pad(grad_h_n, (0, of_units[0].numel() - hidden)).view_as(of_units))
+        dh_units.copy_(F.pad(grad_h_n, (0, dh_units[0].numel() - hidden)).view_as(dh_units))
     dc = _state(grad_c_n, batch if lstm else 0, hidden, pre)
     grads = pre.new_empty(len(pre), hidden * (1 if gates == 1 else 4))
     arrays = {
@@ -99,16 +99,16 @@ def backward(
         "dc": dc,
         "grads": grads,
     }
-    loop = loops.backward(NUMPY_DTYPES[pre.dtype], cell, weights.kind, weights.height, how.tile, weights.parts > 1)
+    loop = loops.backward(NUMPY_DTYPES[pre.dtype], cell, weights.kind, weights.height, share.tile, weights.parts > 1)
     grad_row = 0 if grad_output is None else hidden
     sizes = {"batch": batch, "hidden": hidden, "reverse": reverse, "grad_row": grad_row}
-    if not _run(loop, loops.BackwardWork, how, weights, arrays, **sizes):
+    if not _run(loop, loops.BackwardWork, share, weights, arrays, **sizes):
         return backward(layer, saved, upstream, plan._replace(path="dense"))
-    return grads, of_units.reshape(batch, -1)[:, :hidden].contiguous(), dc if lstm else None, grads
+    return grads, dh_units.reshape(batch, -1)[:, :hidden].contiguous(), dc if lstm else None, grads
 
 
 class _Weights(NamedTuple):
-    """The weights as the loops read them; see ``loops.ForwardWork``."""
+    """The weights in the format that the loops read; see ``loops.ForwardWork``."""
 
     kind: str
     height: int
@@ -124,14 +124,14 @@ class _Share(NamedTuple):
     """How the work is divided among threads."""
 
     threads: int
-    parts: int  # of the hidden units
-    chunk_size: int  # sequences of a chunk
+    parts: int  # into which the hidden units are divided
+    chunk_size: int  # sequences in a chunk
     tile: int  # sequences whose sums are computed together
     length: int  # time steps
 
 
 def _share(weight: Tensor, batch: int, length: int, plan: Plan) -> _Share:
-    """How threads share the products with a matrix."""
+    """The division of a layer's work, whose steps multiply by this matrix, among threads."""
     threads = threads_for(weight.numel() * batch * length)
     chunk_size = -(-batch // threads)
     if plan.path == "dense":
@@ -140,13 +140,13 @@ def _share(weight: Tensor, batch: int, length: int, plan: Plan) -> _Share:
         chunk_size = batch if parts > 1 else chunk_size
         tile = _tile_of(chunk_size, len(weight) // parts, NUMPY_DTYPES[weight.dtype])
         return _Share(threads, parts, chunk_size, tile, length)
-    # The tile determines the order of sums, so it must not depend on the number of threads.
+    # The tile determines the order of sums, so here it must not depend on the number of threads.
     tile = pruned.CHAINS if batch >= 2 * pruned.CHAINS else 1
     return _Share(threads, 1, chunk_size, tile, length)
 
 
 def _tile_of(chunk_size: int, rows: int, dtype: type) -> int:
-    """The sequences whose sums are computed together: few for nothing, and in few passes over the rows.
+    """The number of sequences whose sums are computed together: few are padding, and few passes over the rows suffice.
 
     Each pass takes as long as one more sequence.
     """
@@ -158,13 +158,13 @@ def _tile_of(chunk_size: int, rows: int, dtype: type) -> int:
     return min(reversed(products.TILES), key=cost)
 
 
-def _dense_panels(weight: Tensor, gates: int, how: _Share) -> _Weights:
-    """A matrix of `gates` rows per unit in panels of each part's rows, (parts, panels, columns, rows of a panel)."""
+def _dense_panels(weight: Tensor, gates: int, share: _Share) -> _Weights:
+    """A matrix with `gates` rows per unit, packed in panels of each part's rows, (parts, panels, columns, rows)."""
     dtype, hidden, columns = NUMPY_DTYPES[weight.dtype], len(weight) // gates, weight.shape[1]
-    rows = products.panel_rows(dtype, how.tile)
-    units, parts = hidden, how.parts
+    rows = products.panel_rows(dtype, share.tile)
+    units, parts = hidden, share.parts
     transposed = weight.T.contiguous()  # two fast copies instead of a slow one
-    if parts > 1:  # in whole cache lines, so that no two threads write to one
+    if parts > 1:  # parts are whole cache lines, so that no two threads write to the same one
         line = LINE // weight.itemsize
         units = -(-hidden // (parts * line)) * line
         parts = -(-hidden // units)
@@ -176,7 +176,7 @@ def _dense_panels(weight: Tensor, gates: int, how: _Share) -> _Weights:
 
 
 def _entries(make: Callable[..., Entries], mask_hh: Tensor | None, plan: Plan, gates: int) -> Entries:
-    """The entries of a mask, cached."""
+    """The entries of a mask, cached until it changes."""
     assert mask_hh is not None
     return derived_from(mask_hh, make, lambda: make(mask_hh, plan.geometry, gates))
 
@@ -197,17 +197,17 @@ def _values(weight_hh: Tensor, entries: Entries, gates: int) -> _Weights:
 
 
 def _state(initial: Tensor | None, batch: int, hidden: int, like: Tensor) -> Tensor:
-    """A copy, which a loop writes to."""
+    """A copy of an initial state or of its gradient, which the loop updates in place."""
     if initial is None:
         return like.new_zeros(batch, hidden)
     return initial.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _run(
-    loop: Any, structure: Any, how: _Share, weights: _Weights, arrays: dict[str, Tensor | None], **sizes: int
+    loop: Any, structure: Any, share: _Share, weights: _Weights, arrays: dict[str, Tensor | None], **sizes: int
 ) -> bool:
-    """Run a loop; whether all that pruned weights were multiplied with was finite."""
-    chunks = -(-sizes["batch"] // how.chunk_size)
+    """Run a loop; returns False if pruned weights would have been multiplied by a number that is not finite."""
+    chunks = -(-sizes["batch"] // share.chunk_size)
     progress = torch.zeros(chunks, 1 + weights.parts, COUNTERS, dtype=torch.int64, device="cpu")
     arrays = arrays | {"progress": progress}
     addresses = {name: 0 if x is None else x.data_ptr() for name, x in (arrays | weights.arrays).items()}
@@ -216,13 +216,13 @@ def _run(
         parts=weights.parts,
         units=weights.units,
         part_row=weights.row // weights.parts,
-        chunk_size=how.chunk_size,
-        length=how.length,
+        chunk_size=share.chunk_size,
+        length=share.length,
         row=weights.row,
         padded=weights.padded,
         slices=weights.slices,
         **addresses,
         **sizes,
     )
-    run_loop(loop, work, how.threads)
+    run_loop(loop, work, share.threads)
     return not work.not_finite

@@ -1,4 +1,4 @@
-"""How a layer runs on a CPU: by loops over all or the kept weights, or that torch's kernels are faster."""
+"""How a layer runs on a CPU: by loops over all weights or those that a mask keeps, or by torch's kernels if faster."""
 
 import math
 
@@ -11,28 +11,31 @@ from ostinato.kernels.persistent.cpu.step_matrices import MOST_SEQUENCES, most_s
 from ostinato.kernels.persistent.plan import GATES, Call, KernelPath, Plan, no_kernel
 
 # Measured on two cores of a Zen 5.
-FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # fewer do not pay for packing
+FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # with fewer, packing weights does not pay off
 FEW_TRAINED = {"rnn_tanh": 10, "rnn_relu": 10, "gru": 6, "lstm": 16}  # with gradients, on a Xeon of 2023
-FEW_STEPS_OF_BLOCKS = 16  # the same of few sequences where a tenth of the weights is left, in blocks
-DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # above, dense loops are faster; by whether gradients are computed
+FEW_STEPS_OF_BLOCKS = 16  # the same for few sequences, if a tenth of the weights is left, in blocks
+DENSEST_BLOCKS = {
+    False: 0.4,
+    True: 0.3,
+}  # density above which dense loops are faster; by whether gradients are computed
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether there are several sequences
-LARGE_RNN = 512  # units from which torch takes longer for each step of an RNN, too
+LARGE_RNN = 512  # units from which on torch takes longer for each step of an RNN, too
 # Measured on two cores of a Zen 4.
-FEW_OF_RNN = 16  # the most that FEW_STEPS and the size may demand of an RNN, on AMD's processors
-FEW_PACKED = {"rnn_tanh": 14, "rnn_relu": 14, "gru": 8, "lstm": 8}  # of several lengths, which torch slices
-# Units of an LSTM in float32, by its most sequences, up to which oneDNN's threads wait longer for each other at every
-# step than ours take without gradients, where each takes sequences of its own; half as many with gradients.  One
-# sequence takes one thread, up to SHARED units.
+FEW_OF_RNN = 16  # the most steps that FEW_STEPS and the size may require for an RNN, on AMD's processors
+FEW_PACKED = {"rnn_tanh": 14, "rnn_relu": 14, "gru": 8, "lstm": 8}  # for packed sequences, which torch slices
+# The most units of an LSTM in float32, by its most sequences, for which oneDNN's threads wait longer for each other at
+# every step than ours take without gradients, where each thread has sequences of its own; half as many units with
+# gradients.  One sequence takes one thread, up to SHARED units.
 SMALL_LSTMS = {1: 80, 8: 256, 15: 32, 32: 80}
 SHARED = 128
-# On Intel's processors, unlike AMD's, MKL multiplies for torch at full speed.  Measured on two cores of
-# a Xeon of 2023, more steps are few there, and weights beyond a core's own cache are better not read where they are.
-INTEL = FEATURES.get("sse4.2", False) and not FEATURES.get("sse4a", False)  # which AMD's have
-FEW_OF_INTEL, CACHED = 1.6, 2 << 20  # times as many, and bytes
+# On Intel's processors, unlike AMD's, torch's MKL multiplies at full speed.  Measured on two cores of a Xeon of 2023:
+# there our loops need more steps to pay off, and it is better not to read weights in place that exceed a core's cache.
+INTEL = FEATURES.get("sse4.2", False) and not FEATURES.get("sse4a", False)  # AMD's processors have both
+FEW_OF_INTEL, CACHED = 1.6, 2 << 20  # the factor of these steps, and the bytes of that cache
 
 
 def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: bool = False) -> Plan:
-    """How a layer runs on the CPU; arguments as those of ``cuda.make_plan``.
+    """The plan by which a layer runs on the CPU; the arguments are those of ``cuda.make_plan``.
 
     Raises ValueError for a `path` that the layer's weights do not allow.
     """
@@ -55,7 +58,7 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
         if steps is not None and alone and 1 < steps <= most_single_steps(cell, hidden_size, batch, dtype):
             return Plan("dense", reason=f"each of {steps} steps reads the weights where they are")
         densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
-        if _in_onednn(call):  # and not in our own dense loops
+        if _in_onednn(call):  # the alternative is then oneDNN, not our own dense loops
             densest /= 2 if entries == "block" else 4
         path = entries if entries is not None and density <= densest else "dense"
         reason = _why_torch(call, path, density)
@@ -81,13 +84,13 @@ def _few_dense_steps(cell: str, hidden_size: int) -> int:
 
 
 def most_single_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtype) -> int:
-    """Up to how many steps without gradients of a dense layer are fastest one by one, with the weights where they are.
+    """The most steps of a dense layer without gradients for which single steps, reading weights in place, are fastest.
 
-    Measured on two cores of a Zen 4: 0.2 to 0.9 of torch's time.  Of an LSTM in float32 oneDNN first packs the weights,
-    and then takes less time a step.  An RNN of few units takes less time than our calls of its steps.
+    Measured on two cores of a Zen 4: 0.2 to 0.9 of torch's time.  For an LSTM in float32, oneDNN first packs the
+    weights, and then takes less time for each step.  An RNN of few units takes less time than our calls of its steps.
     """
-    of_both = 2 * GATES[cell] * hidden_size**2 * dtype.itemsize  # matrices, which each step reads; torch's reads one
-    if not 0 < batch <= MOST_SEQUENCES.get(dtype, 0) or (INTEL and of_both >= CACHED):
+    both_matrices = 2 * GATES[cell] * hidden_size**2 * dtype.itemsize  # bytes that each step reads; torch's reads one
+    if not 0 < batch <= MOST_SEQUENCES.get(dtype, 0) or (INTEL and both_matrices >= CACHED):
         return 0
     if cell == "gru" or (cell != "lstm" and hidden_size >= LARGE_RNN):
         return _few_dense_steps(cell, hidden_size) - 1
@@ -95,9 +98,10 @@ def most_single_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtyp
 
 
 def _few_steps_of_entries(call: Call, path: KernelPath, density: float) -> float:
-    """How many steps pay for packing what is left: about as many for layers of any size, but that oneDNN packs, too.
+    """The number of steps from which on packing the kept weights pays off: about the same for layers of any size.
 
-    Measured on two cores of an Intel Xeon of 2023, of 32 to 1024 units with a twentieth to a quarter of the weights.
+    It is less for large layers in oneDNN, which packs weights, too.  Measured on two cores of an Intel Xeon of 2023,
+    with 32 to 1024 units and a twentieth to a quarter of the weights.
     """
     few = (512 / call.hidden_size if _in_onednn(call) else 1.0) * FEW_STEPS_OF_BLOCKS * (0.5 + 5 * density)
     few *= (1.5 if path == "sparse" else 1) / (2 if call.training or call.batch >= 4 else 1)
@@ -105,7 +109,7 @@ def _few_steps_of_entries(call: Call, path: KernelPath, density: float) -> float
 
 
 def _why_torch(call: Call, path: KernelPath, density: float) -> str | None:
-    """Why torch's kernels are faster for a layer, if they are, by how many steps were measured to be few."""
+    """Why torch's kernels are faster for a layer, if they are, by the measured number of steps from which ours are."""
     cell, hidden_size, training = call.cell, call.hidden_size, call.training
     if path == "dense" and _in_onednn(call):
         return None if _is_faster_than_onednn(call) else "oneDNN's LSTM, which torch calls, is faster"
@@ -124,12 +128,15 @@ def _why_torch(call: Call, path: KernelPath, density: float) -> str | None:
 
 
 def _in_onednn(call: Call) -> bool:
-    """Whether torch leaves the layer to oneDNN."""
+    """Whether torch runs the layer in oneDNN."""
     return call.cell == "lstm" and call.dtype == torch.float32 and not call.packed
 
 
 def _is_faster_than_onednn(call: Call) -> bool:
-    """Whether dense loops are.  Measured on two cores of a Zen 4, of 8 to 1024 units, 1 to 32 sequences."""
+    """Whether dense loops are faster than oneDNN.
+
+    Measured on two cores of a Zen 4, with 8 to 1024 units and 1 to 32 sequences.
+    """
     hidden_size, batch, training = call.hidden_size, call.batch, call.training
     steps = math.inf if call.steps is None else call.steps
     if training and batch >= 16 and 256 <= hidden_size <= 512:
@@ -144,5 +151,5 @@ def _is_faster_than_onednn(call: Call) -> bool:
 
 
 def least_steps(*_: object) -> int:
-    """A single step, unless ``step.py`` takes it, is left to torch."""
+    """The least number of steps for these loops: torch runs a single step, unless ``step.py`` does."""
     return 2

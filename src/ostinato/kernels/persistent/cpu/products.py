@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Products of dense weights in the CPU's loops, in registers: written in LLVM's instructions for Numba.
+"""Products of dense weights in the CPU's loops, with sums in registers; written in LLVM's instructions for Numba.
 
-For the states, weights are read in panels, packed for many steps, or in rows, where the parameters are; for the
-gradients of a step, where those are, too.
+For states, weights are read in panels, packed for many steps, or in rows, directly from the parameters; for the
+gradients of a step, also directly.
 """
 
 import functools
@@ -21,19 +21,19 @@ TILES = (1, 2, 3, 4, 5, 6, 8)  # sequences whose sums are computed together
 FEATURES = binding.get_host_cpu_features()
 REGISTER = 64 if FEATURES.get("avx512f") else 32 if FEATURES.get("avx") else 16  # bytes of a vector register
 FEW_REGISTERS = REGISTER == 32  # AVX2 has 16 of them, AVX-512 and NEON have 32
-# Of unpacked weights, the rows whose sums are made together: with one sequence, and with two.
+# Rows of unpacked weights whose sums are computed together: with one sequence, and with two.
 ROWS, ROWS_OF_TWO = 8, 4 if FEW_REGISTERS else 8
-COMBINED, VECTORS = 4, 2 if FEW_REGISTERS else 4  # rows of a combination, and vectors of its columns
+COMBINED, VECTORS = 4, 2 if FEW_REGISTERS else 4  # of a combination: rows, and vectors of columns
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 
 
 class Vectors:
-    """Writes instructions with vectors of so many numbers, or of so many bytes, of the type of an array."""
+    """Writes instructions for vectors of an array's type, with so many numbers, `lanes`, or bytes, `size`."""
 
     def __init__(self, context, builder, array, lanes=None, size=None):
         self.builder = builder
         number = context.get_value_type(array.dtype)
-        self.align = context.get_abi_sizeof(number)  # any address of a number
+        self.align = context.get_abi_sizeof(number)  # vectors may start at any number
         self.lanes = size // self.align if lanes is None else lanes
         self.type = ir.VectorType(number, self.lanes)
         self.zero = ir.Constant(self.type, [0.0] * self.lanes)
@@ -41,18 +41,18 @@ class Vectors:
         self._fused = cgutils.get_or_insert_function(builder.module, function, name)
 
     def pointer(self, array, index, kind=None):
-        """A pointer to a vector of an array."""
+        """A pointer to the vector that starts at an index of an array."""
         return self.builder.bitcast(self.builder.gep(array, [index]), (kind or self.type).as_pointer())
 
     def read(self, array, index):
-        """A vector of an array."""
+        """The vector that starts at an index of an array."""
         return self.builder.load(self.pointer(array, index), align=self.align)
 
     def read_one(self, array, index):
         return self.builder.load(self.builder.gep(array, [index]))
 
     def of(self, numbers):
-        """The vector of some numbers."""
+        """The vector with these numbers."""
         result = ir.Constant(self.type, ir.Undefined)
         for i, number in enumerate(numbers):
             result = self.builder.insert_element(result, number, INT32(i))
@@ -70,21 +70,21 @@ class Vectors:
 
 @functools.cache
 def vectors_of(tile: int) -> int:
-    """The vectors of rows in a panel, such that its sums for a tile fill the registers but for weights and states."""
+    """The vectors of rows in a panel: its sums for a tile fill the registers that weights and states leave."""
     return max(1, min(8, (8 if FEW_REGISTERS else 16) // tile))
 
 
 def panel_rows(dtype: type, tile: int) -> int:
-    """The rows of a panel."""
+    """The number of rows in a panel."""
     return vectors_of(tile) * (LINE // np.dtype(dtype).itemsize)
 
 
 def _panel_adder(tile: int) -> Any:
     """``add_panel(weights, count, x, x_b, out, out_b, live)``, compiled for panels of a tile.
 
-    It adds ``out[b, i] += sum_k weights[k, i] * x[b, k]`` for a panel's rows i and the `live` of a tile of sequences b.
-    The sums stay in registers: a loop over memory would store them.  Those beyond the live sequences are computed from
-    the last live one and dropped.
+    It computes ``out[b, i] += sum_k weights[k, i] * x[b, k]`` for a panel's rows i and a tile's `live` sequences b.
+    The sums stay in registers, whereas a loop over memory would store them.  Those beyond the live sequences are
+    computed from the last live one and dropped.
     """
     many = vectors_of(tile)
 
@@ -126,7 +126,7 @@ def _panel_adder(tile: int) -> Any:
 
 @functools.cache
 def panels_adder(dtype: type, tile: int) -> Any:
-    """What adds the product of dense weights in panels with the `count` numbers x of `live` sequences to their sums."""
+    """A function that adds the products of panels and the `count` numbers x of `live` sequences to their sums."""
     rows, add_panel = panel_rows(dtype, tile), _panel_adder(tile)
 
     @inline
@@ -142,10 +142,10 @@ def panels_adder(dtype: type, tile: int) -> Any:
 
 @functools.cache
 def _dots(many: int, tile: int) -> Any:
-    """``dots(weights, bias, first, last, count, x, out, row)``, compiled for so many rows and sequences.
+    """``dots(weights, bias, first, last, count, x, out, row)``, compiled for `many` rows and a `tile` of sequences.
 
-    ``out[b, i] = bias[i] + sum_k weights[i, k] * x[b, k]`` for `many` rows i from `first` on; beyond `last` that row's
-    results are repeated.  The sums stay in registers, and are added up in an order that depends on neither number.
+    ``out[b, i] = bias[i] + sum_k weights[i, k] * x[b, k]`` for `many` rows i from `first` on; beyond `last`, results of
+    that row are repeated.  The sums stay in registers, and are added up in an order that depends on neither number.
     """
 
     def generate(context, builder, signature, arguments):
@@ -162,10 +162,10 @@ def _dots(many: int, tile: int) -> Any:
         width = vectors.lanes
         whole = builder.and_(count, INT64(-width))
         with cgutils.for_range_slice(builder, INT64(0), whole, INT64(width), INT64) as (k, _):
-            some = [vectors.read(state, k) for state in states]
+            inputs = [vectors.read(state, k) for state in states]
             for i, start in enumerate(starts):
                 weight = vectors.read(start, k)
-                for state, totals in zip(some, sums, strict=True):
+                for state, totals in zip(inputs, sums, strict=True):
                     vectors.add_product(totals[i], weight, state)
         with cgutils.for_range_slice(builder, whole, count, INT64(1), INT64) as (k, _):
             weight = columns.of([columns.read_one(start, k) for start in starts])
@@ -185,21 +185,23 @@ def _dots(many: int, tile: int) -> Any:
 
 
 def _sums_of_lanes(builder, vectors):
-    """The sum of the lanes of each vector: those of several are halved at once, until there is one for each."""
-    some = [(vector, [row]) for row, vector in enumerate(vectors)]
-    while some[0][0].type.count > len(some[0][1]):
-        step = -(-len(some) // 2)
-        some = [_halves_added(builder, some[i::step]) for i in range(step)]
-    found = {row: (vector, INT32(lane)) for vector, rows in some for lane, row in enumerate(rows)}
-    return [builder.extract_element(*found[row]) for row in range(len(vectors))]
+    """The sum of the lanes of each vector: lanes of two vectors are halved at once, until there is one for each sum."""
+    partial = [(vector, [row]) for row, vector in enumerate(vectors)]  # with the rows whose lanes a vector has
+    while partial[0][0].type.count > len(partial[0][1]):
+        step = -(-len(partial) // 2)
+        partial = [_halves_added(builder, partial[i::step]) for i in range(step)]
+    sums = {row: (vector, INT32(lane)) for vector, rows in partial for lane, row in enumerate(rows)}
+    return [builder.extract_element(*sums[row]) for row in range(len(vectors))]
 
 
-def _halves_added(builder, some):
-    """One vector of one or two, in which the lanes of each row are half as many."""
-    vectors, rows = zip(*some, strict=True)
+def _halves_added(builder, partial):
+    """Merge one or two vectors into one in which each row has half as many lanes."""
+    vectors, rows = zip(*partial, strict=True)
     lanes = vectors[0].type.count
     length = lanes // len(rows[0])
-    parts = [(n * lanes + i * length, own[i]) for i in range(len(rows[0])) for n, own in enumerate(rows)]
+    parts = [
+        (n * lanes + i * length, vector_rows[i]) for i in range(len(rows[0])) for n, vector_rows in enumerate(rows)
+    ]
     halves = []
     for begin in (0, length // 2):
         which = [part + begin + lane for part, _ in parts for lane in range(length // 2)]
@@ -215,7 +217,7 @@ _dots_of_one, _dots_of_two = _dots(ROWS, 1), _dots(ROWS_OF_TWO, 2)
 def multiply_rows(weights, bias, begin, end, count, x, batch, out, row):
     """``out[b, i] = bias[i] + sum_k weights[i, k] * x[b, k]`` for rows `begin` to `end` of `count` weights.
 
-    What follows in ``out[b]`` up to a multiple of ROWS is overwritten.
+    The elements that follow in ``out[b]``, up to a multiple of ROWS, are overwritten.
     """
     for first in range(begin, end, ROWS_OF_TWO):
         for b in range(0, batch - 1, 2):
@@ -228,10 +230,10 @@ def multiply_rows(weights, bias, begin, end, count, x, batch, out, row):
 
 @functools.cache
 def _combination(lanes: int) -> Any:
-    """``combine(a, a_m, a_n, count, x, x_row, out, out_row, live, fresh)``, compiled for so many columns k.
+    """``combine(a, a_m, a_n, count, x, x_row, out, out_row, live, fresh)``, compiled for `lanes` columns k.
 
-    ``out[m, k] += sum_n a[m, n] * x[n, k]`` for the first `live` of COMBINED rows m, whose sums stay in registers; if
-    `fresh`, they begin at 0.
+    ``out[m, k] += sum_n a[m, n] * x[n, k]`` for the first `live` of COMBINED rows m, whose sums stay in registers and,
+    if `fresh`, start at 0.
     """
 
     def generate(context, builder, signature, arguments):
@@ -246,9 +248,9 @@ def _combination(lanes: int) -> Any:
             for target, total in zip(targets, sums, strict=True):
                 builder.store(builder.load(target, align=vectors.align), total)
         with cgutils.for_range(builder, count, intp=INT64) as loop:
-            some, at = vectors.read(x, builder.mul(loop.index, x_row)), builder.mul(loop.index, a_n)
+            row, at = vectors.read(x, builder.mul(loop.index, x_row)), builder.mul(loop.index, a_n)
             for factor, total in zip(factors, sums, strict=True):
-                vectors.add_product(total, vectors.filled(vectors.read_one(factor, at)), some)
+                vectors.add_product(total, vectors.filled(vectors.read_one(factor, at)), row)
         for target, total in zip(targets, sums, strict=True):
             builder.store(builder.load(total), target, align=vectors.align)
         return context.get_dummy_value()
@@ -262,7 +264,7 @@ def _combination(lanes: int) -> Any:
 
 @functools.cache
 def combiner(dtype: type) -> Any:
-    """What adds the product of a matrix a, of any strides, with `count` rows x to some rows and columns of out."""
+    """A function that adds the product of a matrix a, of any strides, and `count` rows x to a submatrix of out."""
     width = REGISTER // np.dtype(dtype).itemsize
     wide = VECTORS * width
     combine_wide, combine_vector, combine_one = (_combination(lanes) for lanes in (wide, width, 1))
@@ -270,21 +272,22 @@ def combiner(dtype: type) -> Any:
     @shared
     def combine(a, a_m, a_n, count, x, x_row, out, out_row, rows, columns, fresh):
         for m in range(0, rows, COMBINED):
-            own, to, live, k = offset(a, m * a_m), offset(out, m * out_row), rows - m, 0
+            a_rows, out_rows, live, k = offset(a, m * a_m), offset(out, m * out_row), rows - m, 0
             for _ in range(columns // wide):
-                combine_wide(own, a_m, a_n, count, offset(x, k), x_row, offset(to, k), out_row, live, fresh)
+                combine_wide(a_rows, a_m, a_n, count, offset(x, k), x_row, offset(out_rows, k), out_row, live, fresh)
                 k += wide
             for _ in range((columns - k) // width):
-                combine_vector(own, a_m, a_n, count, offset(x, k), x_row, offset(to, k), out_row, live, fresh)
+                combine_vector(a_rows, a_m, a_n, count, offset(x, k), x_row, offset(out_rows, k), out_row, live, fresh)
                 k += width
             for j in range(k, columns):
-                combine_one(own, a_m, a_n, count, offset(x, j), x_row, offset(to, j), out_row, live, fresh)
+                combine_one(a_rows, a_m, a_n, count, offset(x, j), x_row, offset(out_rows, j), out_row, live, fresh)
 
     return combine
 
 
 @inline
 def are_finite(x, begin, end, largest):
+    """Whether no number is infinite or NaN; a branch-free loop, which LLVM vectorises."""
     wrong = 0
     for j in range(begin, end):
         wrong += 0 if abs(x[j]) <= largest else 1

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Products of pruned weights with states, as ``products.py``: read as the entries of ``entries.py``."""
+"""Products of pruned weights, in the format of ``entries.py``, with states; in LLVM's instructions, for Numba."""
 
 import functools
 from typing import Any
@@ -14,14 +14,14 @@ from ostinato.kernels.cpu.elementary import cast, multiply_add
 from ostinato.kernels.cpu.intrinsics import offset, restricted
 from ostinato.kernels.persistent.cpu.products import INT32, INT64, Vectors
 
-BLOCK_WIDTH = 4  # columns of blocks whose rows are read as vectors
+BLOCK_WIDTH = 4  # columns of those blocks whose rows are read as vectors
 CHAINS = 4  # independent partial sums of a row or tile, which hide the latency of additions
 
 _load, _store = restricted("weight", "state", "sum")
 
 
 def _sum_of(builder, parts):
-    """The sum of values, neighbours first."""
+    """The sum of values, adjacent pairs first."""
     while len(parts) > 1:
         parts = [builder.fadd(y, z) for y, z in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
@@ -30,16 +30,16 @@ def _sum_of(builder, parts):
 def _slice_adder(kind: str, height: int, tile: int, direct: bool) -> Any:
     """``add_slice(matrix, begin, end, x, x_b, out, out_b, live)``, compiled for a kind of ``entries.py`` and a tile.
 
-    It multiplies the entries of a slice with the `live` of a tile of sequences b:
+    It multiplies the entries of a slice by the states of the `live` sequences b of a tile:
 
     shared: ``out[b, i] += sum_k values[k, i] * x[b, columns[k]]``
     own:    ``out[b, i]  = sum_k values[k, i] * x[b, columns[k, i]]``
     dots:   ``out[b]    += sum_k sum_i values[k, i] * x[b, columns[k] + i]``
 
     ``matrix`` is (values, places, columns, stride, last_place).  If `direct`, values are the whole matrix, and entry k
-    has the weights at ``places[k, i]``, 0 where that is below 0; of "shared" those at ``places[k] + i * stride``, up to
-    the last: rows beyond it add to sums that nobody reads.  Read so, the entries of a block's columns can be one, of
-    kind "blocks", for one sequence:
+    has the weights at ``places[k, i]``, 0 where that is negative; for "shared", those at ``places[k] + i * stride``, up
+    to the last place: rows beyond it add to sums that nobody reads.  The entries of all columns of a block can then be
+    a single one, of kind "blocks", for one sequence:
 
     blocks: ``out[i]    += sum_k sum_j values[places[k] + i * stride + j] * x[columns[k] + j]``
     """
@@ -64,14 +64,14 @@ class _EntryReader(Vectors):
         return self.builder.sext(self.read_one(array, index), INT64)
 
     def lanes_of(self, k):
-        """The indices of entry k's lanes in arrays of one element for each."""
+        """The indices of entry k's lanes, in arrays with one element for each lane."""
         return (self.builder.add(self.builder.mul(k, INT64(self.lanes)), INT64(i)) for i in range(self.lanes))
 
     def packed_weights(self, k):
         return self.read(self.values, self.builder.mul(k, INT64(self.lanes)))
 
     def weights_of_column(self, k):
-        """The weights of a column in neighbouring rows of the matrix; beyond the last row, the last weight."""
+        """The weights of a column in adjacent rows of the matrix; beyond the last row, the last weight."""
         start = self.read_integer(self.places, k)
 
         def place(i):
@@ -81,7 +81,7 @@ class _EntryReader(Vectors):
         return self.of(self.read_one(self.values, place(i)) for i in range(self.lanes))
 
     def weights_anywhere(self, k):
-        """The weights at the places of the lanes, 0 where a place is below 0."""
+        """The weights at the places of the lanes, 0 where a place is negative."""
         none = INT32(0)
 
         def weight(lane):
@@ -108,7 +108,7 @@ class _EntryReader(Vectors):
 
 
 def _entry_adder(what, rows, sequences, direct):
-    """What writes the instructions of :func:`_slice_adder`'s function, but for blocks."""
+    """The code generator of :func:`_slice_adder`'s function, for all kinds but blocks."""
 
     def generate(context, builder, signature, arguments):
         matrix, begin, end, x, x_b, out, out_b, live = arguments
@@ -160,7 +160,7 @@ def _entry_adder(what, rows, sequences, direct):
 
 
 def _sum_of_lanes(builder, vector):
-    """The sum of a vector's lanes, by halves added onto each other, which stay vectors."""
+    """The sum of a vector's lanes, by adding halves onto each other, which LLVM keeps in vectors."""
     lanes = [builder.extract_element(vector, INT32(i)) for i in range(vector.type.count)]
     while len(lanes) > 1:
         half = len(lanes) // 2
@@ -169,7 +169,7 @@ def _sum_of_lanes(builder, vector):
 
 
 def _block_adder(rows):
-    """What writes the instructions of :func:`_slice_adder`'s function for blocks.
+    """The code generator of :func:`_slice_adder`'s function for blocks.
 
     A row of a block is a vector, and so is the sum of a row, whose lanes are added at the end.
     """
@@ -207,11 +207,11 @@ def _packed_weight(values, places, index):
 
 @functools.cache
 def entries_adder(kind: str, height: int, tile: int, gates: int, direct: bool) -> Any:
-    """What adds the product of pruned weights with the numbers x of `live` sequences to the sums of each.
+    """A function that adds the products of pruned weights and the numbers x of `live` sequences to the sums of each.
 
-    If `direct`, the weights are looked up by their places, below 0 for none; else the places are the weights.  Sums of
-    entries of kind "own" are made behind the others of their sequence, then scattered.  The diagonal is that of a
-    square matrix only: `inputs` is the number of columns.
+    If `direct`, weights are looked up by their places, which are negative for none; otherwise the places are the
+    weights themselves.  Sums of entries of kind "own" are computed behind the other sums of their sequence, then
+    scattered.  Only a square matrix has a diagonal: `inputs` is the number of columns.
     """
     add_slice = _slice_adder(kind, height, tile, direct)
     weight_at = _weight_looked_up if direct else _packed_weight

@@ -1,7 +1,8 @@
 """One step of a layer on the CPU: both products and the gates in one loop, which reads the parameters in place.
 
-Each weight is used once, so packing would not pay off.  Beyond reading the weights, a call costs mostly Python's time:
-all that depends on sizes and masks only is prepared.  Dense layers are divided among threads by hidden units.
+Each weight is used only once, so packing would not pay off.  Apart from reading the weights, a call costs mostly
+Python's time, so everything that depends only on sizes and masks is prepared.  Threads share the hidden units of dense
+layers.
 """
 
 import ctypes
@@ -20,17 +21,17 @@ from ostinato.kernels.persistent.cpu.step_loop import MatrixWork, Work, step_loo
 from ostinato.kernels.persistent.cpu.step_matrices import DENSE, MOST_SEQUENCES, Matrix, matrix_of, packed_matrix
 from ostinato.kernels.persistent.plan import GATES, KernelPath
 
-GROUP = 16  # units of a task: a cache line of float32
+GROUP = 16  # units in a task: a cache line of float32
 empty: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]  # faster than through the dispatcher
 
 
 def threads_of(gates: int, hidden: int, inputs: int, batch: int) -> int:
-    """How many threads a step of a dense layer takes."""
-    return threads_for(gates * hidden * (inputs + hidden) * batch // 8)  # weights are multiplied 8 at once
+    """The number of threads for a step of a dense layer."""
+    return threads_for(gates * hidden * (inputs + hidden) * batch // 8)  # 8 weights are multiplied at once
 
 
 class LayerStep:
-    """One step of a layer of some sizes and masks."""
+    """One step of a layer, prepared for its sizes and masks."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class LayerStep:
         variant = NUMPY_DTYPES[dtype], cell, ih.kind, ih.height, hh.kind, hh.height, packed
         self._loop, self._keeping = step_loop(*variant), functools.partial(step_loop, *variant, keep=True)
         self._no_bias = torch.zeros(gates * hidden, dtype=dtype, device="cpu")
-        self._kept_alive = ih, hh
+        self._matrices = ih, hh  # keeps the memory of the addresses alive
         sizes: dict[str, Any] = {"tasks": 1, "group": hidden, "batch": batch, "hidden": hidden, "inputs": inputs}
         if dense and self._threads > 1:
             sizes |= {"tasks": -(-hidden // GROUP), "group": GROUP}
@@ -60,11 +61,11 @@ class LayerStep:
             addresses = {key: x.data_ptr() for key, x in matrix.arrays.items()}
             bias, weights = self._no_bias.data_ptr(), addresses.pop("weights", 0)
             slices = len(matrix.arrays["starts"]) - 1 if "starts" in addresses else 0
-            how = MatrixWork(row=rows[-1], padded=padded, slices=slices, **addresses)
-            sizes |= {f"weights_{name}": weights, f"bias_{name}": bias, name: how}
+            matrix_work = MatrixWork(row=rows[-1], padded=padded, slices=slices, **addresses)
+            sizes |= {f"weights_{name}": weights, f"bias_{name}": bias, name: matrix_work}
         self._work = Work(**sizes)
-        self._sums = batch * rows[0] * dtype.itemsize  # their offset in the scratch memory, in bytes
-        self.rows = rows[0]  # of a sequence's products with x
+        self._sums = batch * rows[0] * dtype.itemsize  # byte offset of the products with h in the scratch memory
+        self.rows = rows[0]  # numbers of a sequence's products with x
         self.scratch = batch * sum(rows)  # numbers of scratch memory that a call needs
 
     def __call__(
@@ -80,10 +81,10 @@ class LayerStep:
         pre: int = 0,
         kept: int = 0,
     ) -> bool:
-        """Compute the next state; all but the weights, in torch.nn's order, are addresses.
+        """Compute the next states; all arguments but the weights, in torch.nn's order, are addresses.
 
-        `pre` and `kept`, if given, are where to leave what the gradients need, see :func:`step_loop`.
-        False if something was not finite, to which pruned weights contribute: the results are then invalid.
+        `pre` and `kept`, if given, receive what the gradients need, see :func:`step_loop`.  Returns False if an input
+        or state by which pruned weights are multiplied is not finite: the results are then invalid.
         """
         work = Work.from_buffer_copy(self._work)
         work.x, work.h, work.c, work.new_h, work.new_c, work.output = x, h, c, new_h, new_c, output
@@ -117,7 +118,7 @@ class FrozenStep(LayerStep):
             work.bias_ih, work.bias_hh = weights[2].data_ptr(), weights[3].data_ptr()
 
     def __call__(self, x: int, h: int, c: int, new_h: int, new_c: int, output: int, *_: Any) -> bool:
-        """As a step's, which has scratch memory and weights already, without gradients."""
+        """:class:`LayerStep`'s call with its own scratch memory and weights, and without gradients."""
         work = self._work
         work.next_task = work.not_finite = 0
         work.x, work.h, work.c, work.new_h, work.new_c, work.output = x, h, c, new_h, new_c, output
@@ -145,7 +146,7 @@ class StepOfLayers:
     ) -> tuple[Tensor, list[Tensor]] | None:
         """The output and the next states, given a contiguous input and states and all layers' weights.
 
-        None if something was not finite, as for a :class:`LayerStep`.
+        None if a :class:`LayerStep` meets a number that is not finite.
         """
         output, new = empty(*self._output), [empty(*self._state) for _ in self._states]
         return (output, new) if self.into(output, new, x, states, weights) else None
@@ -153,9 +154,9 @@ class StepOfLayers:
     def with_saved(
         self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """A call for dense layers that returns what their gradients need as well: see ``step_gradients.py``."""
+        """The results, and for dense layers the tensors that ``step_gradients.py`` needs."""
         output, new = empty(*self._output), [empty(*self._state) for _ in self._states]
-        saved = [empty(*one) for one in self._saved]
+        saved = [empty(*size_stride_dtype) for size_stride_dtype in self._saved]
         self.into(output, new, x, states, weights, saved)
         return output, new, saved
 
@@ -168,16 +169,17 @@ class StepOfLayers:
         weights: Sequence[Tensor],
         saved: Sequence[Tensor] = (),
     ) -> bool:
-        """A call that writes to the memory of its results; False if something was not finite."""
+        """Write the results to `output` and `new`; returns False if a layer meets a number that is not finite."""
         old, room = states or (self._zero,), empty(*self._room)
         h, c, new_h, new_c = old[0].data_ptr(), old[-1].data_ptr(), new[0].data_ptr(), new[-1].data_ptr()
         source, target, scratch = x.data_ptr(), output.data_ptr(), room.data_ptr()
         size, last, width = len(weights) // len(self._steps), len(self._steps) - 1, self._width
         pre, kept, below = (tensor.data_ptr() for tensor in saved) if saved else (0, 0, 0)
         for layer, step in enumerate(self._steps):
-            own = weights[layer * size : (layer + 1) * size]
-            to = below if saved and layer < last else target  # of layers without `saved` the last one's stays
-            if not step(source, h, c, new_h, new_c, to, scratch, own, pre, kept):
+            layer_weights = weights[layer * size : (layer + 1) * size]
+            # Without `saved`, all layers write to the output, so that it ends up with the last one's.
+            to = below if saved and layer < last else target
+            if not step(source, h, c, new_h, new_c, to, scratch, layer_weights, pre, kept):
                 return False
             source = new_h
             h, c, new_h, new_c = h + width, c + width, new_h + width, new_c + width
@@ -199,9 +201,9 @@ def step_of(
     mask_hh: Tensor | None,
     path: KernelPath | None,
 ) -> LayerStep | None:
-    """A layer's step, prepared once for its sizes and masks; None where that would not be faster.
+    """One step of a layer, prepared once for its sizes and masks; None where that would not be faster.
 
-    Without ``mask_ih`` all input weights are read.
+    Without ``mask_ih``, all input weights are read.
     """
     if batch > MOST_SEQUENCES.get(dtype, 0):
         return None

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The loop of one step: both products and the gates."""
+"""The loop of one step of a layer, which computes both products and the gates."""
 
 import ctypes
 import functools
@@ -16,16 +16,16 @@ from ostinato.kernels.persistent.plan import GATES
 
 
 class MatrixWork(ctypes.Structure):
-    """The part of the loop's arguments that says how a matrix is read: the addresses and sizes of its entries, if any.
+    """The part of the loop's argument structure for one matrix: the sizes and addresses of its entries, if any.
 
-    `places` and `diagonal` are the int32 indices of the entries' weights, below 0 for none, or the weights themselves.
+    `places` and `diagonal` are int32 indices of the entries' weights, negative for none, or the weights themselves.
     """
 
     _fields_ = integers("row", "padded", "places", "columns", "starts", "rows", "slices", "diagonal")
 
 
 class Work(ctypes.Structure):
-    """The loop's arguments: sizes, addresses, and how both matrices are read."""
+    """The loop's argument structure: sizes, addresses, and the formats of both matrices."""
 
     _fields_ = [
         *integers("next_task", "tasks", "group", "batch", "hidden", "inputs", "not_finite"),
@@ -40,7 +40,10 @@ _WORK = np.dtype(Work)
 
 @functools.cache
 def _product(dtype: type, gates: int, kind: str, height: int, packed: bool) -> Any:
-    """What sets the sums of some units' gates, or, of pruned weights, of all, to their bias and product with x."""
+    """A function that sets the sums of some units' gates to their biases plus products with x.
+
+    With pruned weights, it sets the sums of all units.
+    """
     place = dtype if packed else np.int32
     if kind == "dense":
 
@@ -48,8 +51,8 @@ def _product(dtype: type, gates: int, kind: str, height: int, packed: bool) -> A
         def multiply(work, how, weights, bias, x, count, sums, begin, end):
             hidden, batch, row, padded = work.hidden, work.batch, how.row, how.padded
             for g in range(gates):
-                own, out = offset(weights, g * hidden * count), offset(sums, g * padded)
-                multiply_rows(own, offset(bias, g * hidden), begin, end, count, x, batch, out, row)
+                gate_weights, out = offset(weights, g * hidden * count), offset(sums, g * padded)
+                multiply_rows(gate_weights, offset(bias, g * hidden), begin, end, count, x, batch, out, row)
 
     else:
         add_entries = entries_adder(kind, height, 1, gates, not packed)
@@ -75,9 +78,9 @@ def _product(dtype: type, gates: int, kind: str, height: int, packed: bool) -> A
 def step_loop(
     dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, height_hh: int, packed: bool, keep: bool = False
 ) -> Any:
-    """The loop; addresses of c are those of h where there is none.  If `packed`, places are the values themselves.
+    """The compiled loop.  Cells without c have the addresses of h for it; if `packed`, places are weights themselves.
 
-    For the gradients, ``keep`` leaves in `projected` and `kept` what ``loops.forward`` does, and of an RNN the new h.
+    For the gradients, ``keep`` leaves in `projected` and `kept` what ``loops.forward`` does, and an RNN's new h.
     """
     unit, largest = FORWARD_UNIT[cell], dtype(np.finfo(dtype).max)
     multiply_x = _product(dtype, GATES[cell], kind_ih, height_ih, packed)

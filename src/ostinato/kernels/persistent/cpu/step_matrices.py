@@ -1,4 +1,4 @@
-"""How one step reads a matrix: dense, or the kept weights alone, where that is faster."""
+"""The formats in which one step reads a matrix: dense, or only the weights that a mask keeps, where that is faster."""
 
 import torch
 from torch import Tensor
@@ -9,21 +9,21 @@ from ostinato.kernels.persistent.cpu.pruned import BLOCK_WIDTH
 from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import KernelPath
 
-# Sequences of a step up to which torch's GEMMs are no faster.  Measured on two cores of a Zen 4: in float32 a step
-# takes 0.2 to 0.8 of torch.nn's time with up to 128 sequences, and 0.8 to 1 with 512.
+# The most sequences of a step for which torch's GEMMs are not faster.  Measured on two cores of a Zen 4: in float32 a
+# step takes 0.2 to 0.8 of torch.nn's time with up to 128 sequences, and 0.8 to 1 with 512.
 MOST_SEQUENCES = {torch.float32: 256, torch.float64: 16}
-# Densities, by kind of block, up to which reading the kept weights alone is faster than all of them with zeros.  Of
-# several sequences, for each of which they are read again, it is the density times their number.
+# The highest densities, by kind of block, for which reading only the kept weights is faster than reading all.  With
+# several sequences, for each of which they are read again, this bounds the density times their number.
 DENSEST = {"block": 0.6, "sparse": 0.25}
 
 
 def most_sequences(kind: str, kept: int, weights: int) -> int:
-    """With how many sequences at most reading the kept weights alone is faster; 0 if with none."""
+    """The most sequences for which reading only the kept weights is faster; may be 0."""
     return int(DENSEST[kind] * weights / max(kept, 1))
 
 
 class Matrix:
-    """How a matrix is read: dense, or by entries, then for at most so many sequences."""
+    """The format of a matrix: dense, or entries, which are read for at most `most` sequences."""
 
     def __init__(self, kind: str = "dense", height: int = 1, padded: int = 0, most: int = 0, **arrays: Tensor) -> None:
         self.kind, self.height, self.padded, self.most, self.arrays = kind, height, padded, most, arrays
@@ -33,9 +33,9 @@ DENSE = Matrix()
 
 
 def matrix_of(mask: Tensor, gates: int, path: KernelPath | None) -> Matrix | None:
-    """How the weights of a mask are read, cached by mask; None where all are to be read."""
-    found: Matrix | None = derived_from(mask, ("step", path), lambda: _make_matrix(mask, gates, path))
-    return found
+    """The entries by which the weights of a mask are read, cached by mask; None where all weights must be read."""
+    matrix: Matrix | None = derived_from(mask, ("step", path), lambda: _make_matrix(mask, gates, path))
+    return matrix
 
 
 def _make_matrix(mask: Tensor, gates: int, path: KernelPath | None) -> Matrix | None:
@@ -57,7 +57,7 @@ def _make_matrix(mask: Tensor, gates: int, path: KernelPath | None) -> Matrix | 
             entries = entries._replace(kind="blocks", places=places, columns=columns, starts=starts)
 
     def kept_places(places: Tensor) -> Tensor:
-        """With -1 for those that are pruned."""
+        """The places, with -1 for pruned weights."""
         return torch.where(mask.flatten()[places], places, -1).to(torch.int32)
 
     places = kept_places(entries.places) if entries.kind == "own" else entries.places[:, 0].to(torch.int32)
@@ -67,7 +67,7 @@ def _make_matrix(mask: Tensor, gates: int, path: KernelPath | None) -> Matrix | 
 
 
 def packed_matrix(weight: Tensor, mask: Tensor | None, gates: int, batch: int) -> Matrix:
-    """How a matrix with constant weights is read; those of a pruned one are packed in the order of the entries."""
+    """The format of a matrix with constant weights, which are packed in the order of the entries if it is pruned."""
     if mask is None:
         return Matrix(weights=weight)
     block = block_of(mask, gates)
