@@ -20,6 +20,8 @@ _MOST_PREPARED, _MOST_ALIKE = 4096, 8  # cache sizes: keys, and entries per key
 
 
 class _CurrentCall(threading.local):
+    """See :data:`current_call`."""
+
     differentiated = False
 
 

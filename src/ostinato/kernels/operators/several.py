@@ -137,6 +137,7 @@ class _OneOperator:
             operator.register_vmap(functools.partial(_of_samples, name, operator))
 
     def run(self, form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The implementation of the operator."""
         calls = _unflattened(form, numbers, tensors)
         if not len(tensors[0]):  # without rows, the results have no elements
             return self.run_fake(form, numbers, tensors)
@@ -148,6 +149,7 @@ class _OneOperator:
         return [x for result in self._fake(*_unflattened(form, numbers, tensors)) for x in result]
 
     def run_backward(self, form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The implementation of the gradient's operator, which returns zeros for gradients that are None."""
         if not len(tensors[0]):
             return [x.zero_() for x in self.fake_backward(form, numbers, tensors)]
         each = [*_parts(form, numbers, tensors)]

@@ -1,28 +1,28 @@
 """Persistent kernels of RNN, GRU and LSTM: recurrent weights stay on chip, or in cache, for the whole sequence.
 
-Those of GPUs also run recurrences of the user's own with recurrent weights, ``recurrence/weighted/``.
+The GPU's kernels also run user-defined recurrences with recurrent weights, ``recurrence/weighted/``.
 
 In the order of their imports:
 
 =================  ====================================================================================
 ``sequences.py``   which rows of a layer's tensors are which steps of which sequences
-``plan.py``        what is asked of the kernels of a device, and what they answer
-``arguments.py``   what such a layer is: the operator's arguments, and what kernels are given of them
+``plan.py``        a call of a layer, and the plan by which the kernels of a device run it
+``arguments.py``   the arguments of the operator and of the kernels, and what they save
 ``interface.py``   what a device's package, ``cpu`` or ``cuda``, must provide, as types
-``defaults.py``    what is provided in place of what a device does not have
-``reference.py``   one layer and direction as a loop over time, which defines the kernels
-``masks.py``       the blocks of a pruned matrix
-``cpu/``           the kernels of CPUs
-``cuda/``          those of NVIDIA GPUs
-``backends.py``    the kernels of a device, and how a layer runs there
-``modes.py``       function transforms, counters and autocast around a layer's calls
-``results.py``     the results of the operator: which there are, of which shapes
-``executor.py``    who computes a layer, and its forward
-``backward.py``    its backward: through time, then the gradients of all inputs
+``defaults.py``    substitutes for what a device does not provide
+``reference.py``   one layer and direction as a loop over time: the specification of the kernels
+``masks.py``       the block structure of a pruned matrix
+``cpu/``           the kernels for CPUs
+``cuda/``          the kernels for NVIDIA GPUs
+``backends.py``    the choice of a device's kernels, and cached plans
+``modes.py``       function transforms, FLOP counters and autocast around a layer's calls
+``results.py``     the shapes and dtypes of the operator's results
+``executor.py``    the forward pass of a layer, by the kernels that its plan chooses
+``backward.py``    the backward pass: through time, then the gradients of all inputs
 ``plain.py``       the layer in PyTorch's own operators, for exported programs
 ``operators.py``   the layer as a differentiable operator
-``directions.py``  both directions of a layer, beside each other
-``wavefront.py``   stacked layers at the same time, each a chunk of the steps behind the one below
-``stacks.py``      stacked layers: wavefronts of them, one after the other
+``directions.py``  both directions of a layer at the same time
+``wavefront.py``   stacked layers at the same time, each a chunk of steps behind the one below
+``stacks.py``      stacked layers as successive wavefronts
 =================  ====================================================================================
 """

@@ -1,4 +1,4 @@
-"""What a recurrent layer and direction is: the arguments of the operator, and what the kernels are given of them."""
+"""One recurrent layer and direction: the arguments of the operator and of its kernels, and the tensors they save."""
 
 from typing import Any, NamedTuple
 
@@ -9,31 +9,31 @@ from ostinato.kernels.persistent.sequences import Sequences
 
 
 class Layer(NamedTuple):
-    """A recurrent layer and direction, but for the product with its input."""
+    """A recurrent layer and direction, without the product with its input."""
 
-    cell: str  # of GATES; or, of a recurrence with recurrent weights, "generated"
-    weight_hh: Tensor  # (gates * H, H), the gates in torch.nn's order; where mask_hh is False zero, or not read
+    cell: str  # a key of GATES; or "generated" for a user-defined recurrence with recurrent weights
+    weight_hh: Tensor  # (gates * H, H), gates in torch.nn's order; where mask_hh is False, zero or not read
     bias_hh: Tensor | None  # (gates * H,)
-    mask_hh: Tensor | None  # bool, as weight_hh
-    h0: Tensor | None  # (B, H), the initial state, None for zeros
-    c0: Tensor | None  # the same of the second state: an LSTM's cell
-    sequences: Sequences  # of the rows of what goes in and comes out
-    packed_weights: dict[Any, Tensor] | None = None  # if given, a GPU's launches pack weight_hh once and find it here
+    mask_hh: Tensor | None  # bool, the shape of weight_hh
+    h0: Tensor | None  # (B, H), the initial hidden state, None for zeros
+    c0: Tensor | None  # (B, H), the initial second state: an LSTM's cell state
+    sequences: Sequences  # the layout of the rows of inputs and outputs
+    packed_weights: dict[Any, Tensor] | None = None  # if given, a GPU's launches pack weight_hh once and reuse it
 
 
 class Saved(NamedTuple):
-    """What the backward needs of the forward."""
+    """The saved tensors that the backward pass needs; p and q are those of ``reference.forward``."""
 
-    pre: Tensor  # (rows, gates * H), p + q; for a GRU's n only p; of an RNN h itself, which determines the derivative
+    pre: Tensor  # (rows, gates * H), p + q, but only p for a GRU's n; for an RNN h, from which its derivative follows
     candidate: Tensor | None  # (rows, H), a GRU's q of n
     h: Tensor  # (rows, H), the state after each step
-    c: Tensor | None  # (rows, H), of an LSTM, in float32 or float64
+    c: Tensor | None  # (rows, H), an LSTM's cell state, in float32 or float64
 
 
 class Arguments(NamedTuple):
     """The arguments of the operator ``recurrent_layer``, in its order: tensors, then settings.
 
-    On a GPU weight_hh may be any number where mask_hh is False, unless it is trained.
+    On a GPU, entries of weight_hh where mask_hh is False may have any value, unless the layer is trained.
     """
 
     x: Tensor
@@ -62,8 +62,8 @@ class Arguments(NamedTuple):
         return Layer(self.cell, self.weight_hh, self.bias_hh, self.mask_hh, self.h0, self.c0, self.sequences)
 
 
-INPUTS = len(Arguments._fields)  # the backward's other arguments come after them
-TENSORS = Arguments._fields.index("batch")  # the first are tensors
+INPUTS = len(Arguments._fields)  # the backward operator's other arguments come after these
+TENSORS = Arguments._fields.index("batch")  # the number of tensors, which come first
 DIFFERENTIABLE = Arguments._fields[: Arguments._fields.index("mask_hh")]
 NOTHING = (None,) * (INPUTS - len(DIFFERENTIABLE))  # the gradients of the other inputs
-NEEDED_BITS = tuple(1 << i for i in range(len(DIFFERENTIABLE)))  # of the backward's `needed`: whose gradients are
+NEEDED_BITS = tuple(1 << i for i in range(len(DIFFERENTIABLE)))  # in the backward's `needed`: one for each gradient

@@ -1,4 +1,4 @@
-"""The kernels of a device, and how a layer runs there."""
+"""The kernels of each device, imported lazily, and the plans by which they run layers, cached."""
 
 import functools
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def kernels_on(device: torch.device) -> Kernels:
     return _kernels_on(device.type)
 
 
-@functools.cache  # an import statement costs more than a step
+@functools.cache  # as an import statement takes longer than a step
 def _kernels_on(device_type: str) -> Kernels:
     if device_type == "cuda":
         from ostinato.kernels.persistent import cuda
@@ -41,7 +41,7 @@ def _kernels_of_cpu() -> KernelsOfCPU:
 
 
 def plan_layer(mask_hh: Tensor | None, call: Call) -> Plan:
-    """How a layer and direction runs, cached per mask, or for all layers without one.
+    """The plan by which a layer and direction runs, cached by mask, or for all layers without one.
 
     Raises RuntimeError, which is not cached, where a later call may succeed, as after a lack of free memory.
     """
@@ -58,7 +58,7 @@ def _plan(mask_hh: Tensor | None, call: Call, tf32: bool) -> Plan:
 
 
 def _block(mask_hh: Tensor | None, call: Call) -> tuple[int, int] | None:
-    """The shape of pruned blocks."""
+    """The shape of a mask's pruned blocks, cached; None without a mask."""
     return None if mask_hh is None else derived_from(mask_hh, "block", lambda: block_of(mask_hh, GATES[call.cell]))
 
 
@@ -66,7 +66,7 @@ _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
 
 
 def layers_at_once(mask_hh: Tensor | None, call: Call, layers: int) -> int:
-    """How many of so many stacked layers run at the same time, cached as :func:`plan_layer`; ``call`` is one's."""
+    """How many of so many stacked layers run at the same time, cached like plans; ``call`` is that of one layer."""
     if layers == 1 or call.device.type not in WAVEFRONT_DEVICES or not nvrtc.can_launch():
         return 1
     key = call, layers_allow_tf32(call.device, call.dtype), layers
@@ -74,17 +74,17 @@ def layers_at_once(mask_hh: Tensor | None, call: Call, layers: int) -> int:
 
 
 def as_gpu(kernels: Kernels) -> KernelsOfGPU:
-    """The kernels of one of WAVEFRONT_DEVICES, typed as what they are, a GPU's."""
+    """Kernels of one of WAVEFRONT_DEVICES, cast to their type."""
     return cast(KernelsOfGPU, kernels)
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph captures the kernels, and will launch them: more of them then cost the host nothing."""
+    """Whether kernels are being captured in a CUDA graph, so that more launches will cost the host nothing."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def check_launches(device: torch.device) -> None:
-    """Raise RuntimeError if an earlier kernel on the GPU failed; does not wait for those that run."""
+    """Raise RuntimeError if an earlier kernel on the GPU failed; does not wait for running ones."""
     as_gpu(kernels_on(device)).check(device.index)
 
 
@@ -98,13 +98,16 @@ _dense_at_once = functools.lru_cache(4096)(functools.partial(_at_once, None))
 
 @functools.lru_cache(4096)
 def least_steps(device_type: str, cell: str, hidden_size: int, batch: int, dtype: torch.dtype, both: bool) -> int:
-    """Fewer steps, without resets, are always left to torch's kernels; ``both`` directions, or one."""
+    """The least number of steps for our kernels: torch's run calls of fewer steps that have no resets.
+
+    ``both``: whether the layer has both directions.
+    """
     return _kernels_on(device_type).least_steps(cell, hidden_size, batch, dtype, both)
 
 
 @functools.lru_cache(4096)
 def most_single_steps(device_type: str, cell: str, hidden_size: int, batch: int, dtype: torch.dtype) -> int:
-    """Up to how many steps, without gradients, resets or masks, are fastest one by one."""
+    """The most steps, without gradients, resets or masks, for which successive single steps are fastest."""
     return _kernels_on(device_type).most_single_steps(cell, hidden_size, batch, dtype)
 
 
@@ -119,21 +122,21 @@ def step_of(
     mask_hh: Tensor | None,
     path: KernelPath | None,
 ) -> LayerStep | None:
-    """What makes one step of a layer without gradients where a device has a kernel for it, else None."""
+    """One step of a layer without gradients, if the device has a kernel that is faster than torch's, else None."""
     return kernels_on(device).step_of(cell, dtype, hidden_size, input_size, batch, mask_ih, mask_hh, path)
 
 
 def frozen_step(
     cell: str, batch: int, weights: list[Tensor], mask_ih: Tensor | None, mask_hh: Tensor | None
 ) -> LayerStep:
-    """A step of a layer on the CPU whose weights never change."""
+    """One step of a layer on the CPU with constant weights."""
     return _kernels_of_cpu().FrozenStep(cell, batch, weights, mask_ih, mask_hh)
 
 
 def step_of_layers(
     device: torch.device, steps: Sequence[LayerStep], x: Tensor, state_shape: tuple[int, ...], states: int
 ) -> Step:
-    """Steps, frozen or not, one after the other, for inputs like x and so many states of that shape."""
+    """The steps of stacked layers, frozen or not, as one, for inputs like x and this number of states of this shape."""
     return kernels_on(device).StepOfLayers(steps, x, state_shape, states)
 
 
@@ -146,5 +149,5 @@ def gradients_of_step(
     grads: Sequence[Tensor | None],
     needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """The gradients of a step of layers on the CPU, see ``cpu/step_gradients.py``."""
+    """The gradients of one step of stacked layers on the CPU; see ``cpu/step_gradients.py``."""
     return _kernels_of_cpu().gradients_of_step(cell, x, states, weights, saved, grads, needed)

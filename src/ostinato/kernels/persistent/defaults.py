@@ -1,4 +1,4 @@
-"""What a device without kernels offers, or one that lacks some of them: torch's kernels run its layers."""
+"""Substitutes for kernels that a device does not have: torch's kernels run its layers."""
 
 from typing import NoReturn
 
@@ -26,4 +26,4 @@ def step_of(*_: object) -> None:
 
 
 def StepOfLayers(*_: object) -> NoReturn:
-    raise AssertionError("there is no step to make them of")
+    raise AssertionError("step_of returns no step on this device")

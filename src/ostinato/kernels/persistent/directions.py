@@ -1,4 +1,4 @@
-"""Both directions of a recurrent layer at once on a GPU: in one launch, or of pruned ones beside each other."""
+"""Both directions of a recurrent layer at once on a GPU: in one launch, or on two streams, as for pruned layers."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from ostinato.kernels.persistent.results import empty_results, whole
 
 
 class _Both(NamedTuple):
-    """Who computes both directions; called with the arguments of each, it runs them at once."""
+    """The executors of both directions; called with the arguments of each, it runs them at once."""
 
     first: Executor
     second: Executor
@@ -40,10 +40,10 @@ def _both(first: tuple, second: tuple) -> _Both:
 def _backward(both: _Both, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
     calls = tuple(map(backward_arguments, parts, grads))
     if torch.is_grad_enabled() or not is_eager([*calls[0], *calls[1]]):
-        return [grad(part, *given) for part, given in zip(parts, grads, strict=True)]
+        return [grad(part, *part_grads) for part, part_grads in zip(parts, grads, strict=True)]
     with without_autocast(calls[0][0].device.type):
         if both.in_one_launch:
-            return [(*found, *NOTHING) for found in back_through_time_of_both(both.first, *calls)]
+            return [(*grads, *NOTHING) for grads in back_through_time_of_both(both.first, *calls)]
         first, second = ((executor, *args) for executor, args in zip(both, calls, strict=True))
         return [(*gradients(), *NOTHING) for gradients in beside(back_through_time, first, second)]
 
@@ -58,4 +58,4 @@ def _empty(*calls: tuple) -> list[tuple]:
 
 _compiled = one_operator("recurrent_layers", _both, context, _backward, inputs, _empty, whole)
 recurrent_layers = of_several("recurrent_layers", _separately, _both, context, _backward, _compiled)
-"""Both directions' ``recurrent_layer``, given the arguments of each."""
+"""``recurrent_layer`` of both directions, given the arguments of each."""

@@ -8,7 +8,7 @@ BLOCKS = ((16, 1), (8, 4), (1, 1))  # rows by columns that are pruned as a unit
 
 
 def cut(matrix: Tensor, block: tuple[int, int], fill: float = 0.0) -> Tensor:
-    """(gates, R, C) cut into blocks, (gates, blocks down, blocks across, rows * columns of a block).
+    """Cut matrices, (gates, R, C), into blocks: (gates, blocks down, blocks across, rows * columns of a block).
 
     Each gate is padded with ``fill`` to whole blocks.
     """
@@ -25,12 +25,12 @@ def block_of(mask: Tensor, gates: int) -> tuple[int, int]:
     The diagonal of square gates is ignored.
     """
     mask = mask.view(gates, -1, mask.shape[1])
-    free = torch.zeros_like(mask)
+    ignored = torch.zeros_like(mask)
     if mask.shape[1] == mask.shape[2]:
-        free.diagonal(dim1=1, dim2=2).fill_(True)
+        ignored.diagonal(dim1=1, dim2=2).fill_(True)
     for block in BLOCKS:
-        some = cut(mask & ~free, block, False).any(3)
-        every = cut(mask | free, block, True).all(3)
-        if torch.equal(some, every & ~cut(free, block, True).all(3)):
+        any_kept = cut(mask & ~ignored, block, False).any(3)
+        all_kept = cut(mask | ignored, block, True).all(3)
+        if torch.equal(any_kept, all_kept & ~cut(ignored, block, True).all(3)):
             return block
     return 1, 1

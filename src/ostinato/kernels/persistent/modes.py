@@ -1,4 +1,4 @@
-"""PyTorch's modes around a call of a layer: function transforms, counters of operations, autocast."""
+"""PyTorch's modes around a call of a layer: function transforms, FLOP counters, autocast."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ _VMAP, _JVP, _FUNCTIONALIZE = _KINDS.Vmap, _KINDS.Jvp, _KINDS.Functionalize
 
 
 def can_take(tensors: list[Tensor]) -> bool:
-    """Whether the operator can be called: it has no rule for tangents, ``functionalize``, and tensors not dense."""
+    """Whether the operator can be called: it supports no tangents, no ``functionalize``, and only dense tensors."""
     if forward_ad._current_level >= 0:
         return False
     if torch._C._functorch.peek_interpreter_stack() is None:
@@ -29,7 +29,7 @@ def can_take(tensors: list[Tensor]) -> bool:
 
 
 def count_operations() -> None:
-    """Tell PyTorch's counters of operations, which are dispatch modes, how many of them a layer takes."""
+    """Tell active FLOP counters of PyTorch, which are dispatch modes, how many operations a layer takes."""
     if not is_in_torch_dispatch_mode():
         return
     from torch.utils.flop_counter import FlopCounterMode  # warns where there is a GPU without Triton
@@ -37,28 +37,28 @@ def count_operations() -> None:
     formulas = _formulas()
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(counter := getattr(mode, "counter", None), FlopCounterMode):
-            counter.flop_registry.update(formulas)  # which it has copied before
+            counter.flop_registry.update(formulas)  # a copy that it has made of PyTorch's registry
 
 
 @functools.cache
 def _formulas() -> dict[Any, Callable]:
-    """The operations of the operators, which every later counter knows too."""
+    """Register the operators' FLOP formulas for all later counters; returns them by operator."""
     from torch.utils import flop_counter
 
     def forward(x: Any, _h0: Any, _c0: Any, weight_ih: Any, weight_hh: Any, *_: Any, out_shape: Any) -> int:
         return 2 * x[0] * (math.prod(weight_ih) + math.prod(weight_hh))
 
     def backward(*args: Any, out_shape: Any) -> int:
-        given, needed = Arguments(*args[:INPUTS]), args[-1]
-        of_x, of_h0, _, of_weight_ih, of_weight_hh, *_ = (bool(needed & bit) for bit in NEEDED_BITS)
-        rows, first = given.x[0], 0 if of_h0 else given.batch
-        of_inputs = (of_x + of_weight_ih) * rows * math.prod(given.weight_ih)
-        return int(2 * (of_inputs + ((1 + of_weight_hh) * rows - first) * math.prod(given.weight_hh)))
+        arguments, needed = Arguments(*args[:INPUTS]), args[-1]
+        dx, dh0, _, d_weight_ih, d_weight_hh, *_ = (bool(needed & bit) for bit in NEEDED_BITS)
+        rows, first = arguments.x[0], 0 if dh0 else arguments.batch  # the first step's rows are multiplied for h0 alone
+        input_products = (dx + d_weight_ih) * rows * math.prod(arguments.weight_ih)
+        return int(2 * (input_products + ((1 + d_weight_hh) * rows - first) * math.prod(arguments.weight_hh)))
 
-    here = torch.ops.ostinato
-    flop_counter.register_flop_formula(here.recurrent_layer)(forward)
-    flop_counter.register_flop_formula(here.recurrent_layer_backward)(backward)
-    return {of: flop_counter.flop_registry[of] for of in (here.recurrent_layer, here.recurrent_layer_backward)}
+    operators = torch.ops.ostinato.recurrent_layer, torch.ops.ostinato.recurrent_layer_backward
+    flop_counter.register_flop_formula(operators[0])(forward)
+    flop_counter.register_flop_formula(operators[1])(backward)
+    return {operator: flop_counter.flop_registry[operator] for operator in operators}
 
 
 @constant_to_compilers
@@ -68,7 +68,7 @@ def is_vmapped() -> bool:
 
 
 def is_vmapped_last() -> bool:
-    """Whether it is the innermost of them."""
+    """Whether ``torch.vmap`` is the innermost function transform."""
     return _transforms()[-1:] == [_VMAP]
 
 
@@ -83,6 +83,6 @@ def _transforms() -> list[Any]:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
-    """Disables autocast, if it is enabled; it does not know "meta"."""
+    """A context that disables autocast, if it is enabled; autocast does not support the device "meta"."""
     is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if is_on else nullcontext()

@@ -1,7 +1,7 @@
 """One recurrent layer and direction as a differentiable operator, registered with PyTorch.
 
-The forward saves its inputs, the states h, an LSTM's c and, where kernels keep them, the gates' pre-activations.  The
-layer and its tensors are defined in ``arguments.py``, what is computed of them in ``reference.py``.
+The forward saves its inputs, the states h, an LSTM's c and, where kernels keep them, the gates' pre-activations.
+``arguments.py`` defines the layer and its tensors, ``reference.py`` what is computed from them.
 """
 
 from collections.abc import Sequence
@@ -40,21 +40,22 @@ def _recurrent_layer(
     path: str | None,
     at_once: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output, h_n, c_n, and what is kept for the backward: c and the gates' pre-activations; empty for absent ones.
+    """The output, h_n, c_n, and what is saved for the backward: c and the gates' pre-activations; empty if absent.
 
-    Its signature is the operator's schema; all else names the arguments by
+    The signature is the operator's schema; other code refers to the arguments as fields of
     :class:`~ostinato.kernels.persistent.arguments.Arguments`.
     """
     tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets
     args = *tensors, batch, cell, reverse, training, path, at_once
     if not batch:
-        return empty_results(*args)  # which have no elements
+        return empty_results(*args)  # they have no elements
     return whole(args, executor_of(*args)(*args))
 
 
 def context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    """Save what the gradient needs, for ``setup_context``."""
     h, _, _, c, gates = output
-    # As an executor has it, where the operator's are empty: checkpoints compare how many tensors two calls save.
+    # None for the operator's empty tensors, as executors have it: checkpointing compares how many tensors calls save.
     kept = (None if x is None or not x.shape[-1] else x for x in (c, gates))
     ctx.save_for_backward(*inputs[:TENSORS], h, *kept)
     ctx.settings = inputs[TENSORS:]
@@ -62,11 +63,12 @@ def context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 
 
 def inputs(part: Any) -> tuple:
-    """The operator's arguments, of what a part of several calls has kept."""
+    """The operator's arguments, from what one of several calls has saved."""
     return *part.saved_tensors[:TENSORS], *part.settings
 
 
 def grad(ctx: Any, *grads: Tensor | None) -> tuple:
+    """The operator's gradient: eager calls bypass the backward operator."""
     args = backward_arguments(ctx, grads)
     executor, differentiable = getattr(ctx, "run", None), torch.is_grad_enabled()
     if isinstance(executor, Executor) and not differentiable and is_eager(args):
@@ -74,25 +76,25 @@ def grad(ctx: Any, *grads: Tensor | None) -> tuple:
             return *back_through_time(executor, *args)(), *NOTHING
     inputs, (h, c, gates, *rest) = args[:INPUTS], args[INPUTS:]
     kept = [h, or_empty(c, h), or_empty(gates, h)]
-    if differentiable:  # what the forward kept follows from its inputs, whose derivatives are all
+    if differentiable:  # saved tensors are functions of the inputs, whose derivatives already include theirs
         kept = [x.detach() for x in kept]
-    # The rows of a Jacobian are taken at once by a loop, one after the other by kernels.
+    # The reference loop computes all rows of a Jacobian at once, the kernels would one after the other.
     vmapped = differentiable and is_vmapped_last()
     run = _differentiable_gradients if vmapped else recurrent_layer_backward
-    return _of_all_inputs(ctx, run(*inputs, *kept, *rest))
+    return _for_all_inputs(ctx, run(*inputs, *kept, *rest))
 
 
 def backward_arguments(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
-    """What ``recurrent_layer_backward`` is called with: the forward's arguments, what it kept, gradients, `needed`."""
+    """The arguments of ``recurrent_layer_backward``: the forward's, what it saved, the results' gradients, `needed`."""
     needed = sum(compress(NEEDED_BITS, ctx.needs_input_grad))
-    tensors = ctx.saved_tensors  # asked for once: checkpoints compute them anew
+    tensors = ctx.saved_tensors  # read only once, as checkpointing recomputes them at every access
     return *tensors[:TENSORS], *ctx.settings, *tensors[TENSORS:], *grads[:3], needed
 
 
-def _of_all_inputs(ctx: Any, found: Sequence[Tensor | None]) -> tuple:
-    """Gradients of the first arguments as those of all, None where they are not needed."""
+def _for_all_inputs(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
+    """Gradients of all arguments from those of the DIFFERENTIABLE ones, None where they are not needed."""
     needed = ctx.needs_input_grad[: len(DIFFERENTIABLE)]
-    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *NOTHING
+    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *NOTHING
 
 
 def _recurrent_layer_backward(
@@ -127,8 +129,8 @@ def _recurrent_layer_backward(
     if not batch:
         return tuple(x.zero_() for x in _recurrent_layer_backward_fake(*args, needed))  # type: ignore[return-value]
     with without_autocast(x.device.type):
-        found: Any = back_through_time(executor_of(*args), *args, *kept_and_grads, needed)()
-    return tuple(or_empty(grad, x) for grad in found)  # type: ignore[return-value]
+        grads: Any = back_through_time(executor_of(*args), *args, *kept_and_grads, needed)()
+    return tuple(or_empty(grad, x) for grad in grads)  # type: ignore[return-value]
 
 
 def _recurrent_layer_backward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -137,20 +139,20 @@ def _recurrent_layer_backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _differentiable_gradients(*args: Any) -> tuple[Tensor, ...]:
-    """As :func:`_recurrent_layer_backward`, through the reference's loop, which is differentiable itself."""
-    given, (*_, grad_output, grad_h_n, grad_c_n, needed) = Arguments(*args[:INPUTS]), args[INPUTS:]
+    """The same as :func:`_recurrent_layer_backward`, by autograd through the reference loop; differentiable."""
+    arguments, (*_, grad_output, grad_h_n, grad_c_n, needed) = Arguments(*args[:INPUTS]), args[INPUTS:]
     names = [*compress(DIFFERENTIABLE, (needed & bit for bit in NEEDED_BITS))]
     grads = grad_output, grad_h_n, grad_c_n
 
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
-        changed: Any = zip(names, inputs, strict=True)
-        own = given._replace(**dict(changed))
-        results: Any = reference.forward(own.layer, F.linear(own.x, own.weight_ih, own.bias_ih))[:3]
+        replaced: Any = zip(names, inputs, strict=True)
+        call = arguments._replace(**dict(replaced))
+        results: Any = reference.forward(call.layer, F.linear(call.x, call.weight_ih, call.bias_ih))[:3]
         return tuple(y for y, grad in zip(results, grads, strict=True) if grad is not None)
 
-    pull: Any = torch.func.vjp(forward, *(getattr(given, name) for name in names))[1]
-    found = dict(zip(names, pull(tuple(grad for grad in grads if grad is not None)), strict=True))
-    return tuple(or_empty(found.get(name), given.x) for name in DIFFERENTIABLE)
+    pull: Any = torch.func.vjp(forward, *(getattr(arguments, name) for name in names))[1]
+    input_grads = dict(zip(names, pull(tuple(grad for grad in grads if grad is not None)), strict=True))
+    return tuple(or_empty(input_grads.get(name), arguments.x) for name in DIFFERENTIABLE)
 
 
 recurrent_layer_backward = gradient(

@@ -10,7 +10,7 @@ from ostinato.kernels.operators.export import loop, refuse_packed
 from ostinato.kernels.persistent.arguments import Arguments
 from ostinato.kernels.persistent.reference import advance
 
-# ONNX's operator of a cell, and its gates as indices into torch.nn's order.
+# For each cell, ONNX's operator, its gates as indices into torch.nn's order, and its attributes.
 _ONNX: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "rnn_tanh": ("RNN", (0,), {"activations": ["Tanh"]}),
     "rnn_relu": ("RNN", (0,), {"activations": ["Relu"]}),
@@ -20,31 +20,31 @@ _ONNX: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 
 
 def recurrent_layer(*args: Any) -> tuple[Tensor, ...]:
-    """The operator of that name, without a backward."""
-    given = Arguments(*args)
-    if given.offsets is not None:
+    """The operator ``recurrent_layer`` in PyTorch's or ONNX's operators, without a backward pass."""
+    arguments = Arguments(*args)
+    if arguments.offsets is not None:
         refuse_packed()
-    steps, empty = given.x.shape[0] // given.batch, given.x.new_empty(0)
-    x = owned(given.x).view(steps, given.batch, given.x.shape[1])
-    # ONNX's operators do not support resets, nor bfloat16, and ONNX Runtime's no float64.
-    has_operator = given.resets is None and x.dtype in (torch.float32, torch.float16)
+    steps, empty = arguments.x.shape[0] // arguments.batch, arguments.x.new_empty(0)
+    x = owned(arguments.x).view(steps, arguments.batch, arguments.x.shape[1])
+    # ONNX's operators support neither resets nor bfloat16, those of ONNX Runtime no float64.
+    has_operator = arguments.resets is None and x.dtype in (torch.float32, torch.float16)
     run = _in_onnx if torch.onnx.is_in_onnx_export() and has_operator else _looped
-    output, h_n, *c_n = run(given, x)
+    output, h_n, *c_n = run(arguments, x)
     return owned(output.flatten(0, 1)), h_n, *(c_n or [empty]), empty, empty
 
 
 def owned(x: Tensor) -> Tensor:
-    """A contiguous copy: from a view's strides ``torch.export`` would infer bounds on dynamic sizes."""
+    """A contiguous copy: ``torch.export`` would infer bounds on dynamic sizes from a view's strides."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _looped(given: Arguments, x: Tensor) -> tuple[Tensor, ...]:
-    """From x (T, B, in): the output (T, B, H), h_n and an LSTM's c_n (B, H), as ``reference.forward`` computes them."""
-    cell, weight_hh, bias_hh, _, h0, c0, sequences, _ = given.layer
+def _looped(arguments: Arguments, x: Tensor) -> tuple[Tensor, ...]:
+    """The output, (T, B, H), h_n and an LSTM's c_n, (B, H), from x, (T, B, in), as ``reference.forward`` has them."""
+    cell, weight_hh, bias_hh, _, h0, c0, sequences, _ = arguments.layer
     initial = [h0, c0] if cell == "lstm" else [h0]
     zero = x.new_zeros(x.shape[1], weight_hh.shape[1])
     states = [zero if state is None else state for state in initial]
-    p = F.linear(x, given.weight_ih, given.bias_ih)
+    p = F.linear(x, arguments.weight_ih, arguments.bias_ih)
     return looped(cell, p, states, weight_hh, bias_hh, sequences.resets, reverse=sequences.reverse)
 
 
@@ -59,12 +59,12 @@ def looped(
     reverse: bool,
     weight_hr: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """A layer and direction as one ``scan``, computed in float32 at least.
+    """A layer and direction as one ``scan``, computed in at least float32.
 
     Args:
         p: (T, B, gates * H), the product with the input.
-        states: h and an LSTM's c before the first step, (B, H), which h is not with ``weight_hr``.
-        resets: (T * B,), of rows; in reverse, of :func:`~ostinato.episodes.in_reverse_of_rows`.
+        states: the initial h and an LSTM's initial c, (B, H) each; with ``weight_hr``, h is (B, proj_size).
+        resets: (T * B,), of rows; in reverse, those of :func:`~ostinato.episodes.in_reverse_of_rows`.
         weight_hr: an LSTM's projection of h, (proj_size, H).
 
     Returns:
@@ -94,9 +94,9 @@ def looped(
     return output, *(state.to(dtype) for state, dtype in zip(last, dtypes, strict=True))
 
 
-def _in_onnx(given: Arguments, x: Tensor) -> tuple[Tensor, ...]:
-    """As :func:`_looped`, without resets."""
-    cell, weight_hh, bias_hh, _, h0, c0, sequences, _ = given.layer
+def _in_onnx(arguments: Arguments, x: Tensor) -> tuple[Tensor, ...]:
+    """The same as :func:`_looped`, without resets, by ONNX's operator of the cell."""
+    cell, weight_hh, bias_hh, _, h0, c0, sequences, _ = arguments.layer
     operator, order, attributes = _ONNX[cell]
     steps, batch, _ = x.shape
     hidden = weight_hh.shape[1]
@@ -105,12 +105,12 @@ def _in_onnx(given: Arguments, x: Tensor) -> tuple[Tensor, ...]:
         return torch.cat([weight[gate * hidden : (gate + 1) * hidden] for gate in order])
 
     bias = None
-    if given.bias_ih is not None and bias_hh is not None:
-        bias = torch.cat([ordered(given.bias_ih), ordered(bias_hh)])[None]
+    if arguments.bias_ih is not None and bias_hh is not None:
+        bias = torch.cat([ordered(arguments.bias_ih), ordered(bias_hh)])[None]
     states = [None if state is None else state[None] for state in ([h0, c0] if cell == "lstm" else [h0])]
     output, *last = torch.onnx.ops.symbolic_multi_out(
         operator,
-        [x, ordered(given.weight_ih)[None], ordered(weight_hh)[None], bias, None, *states],
+        [x, ordered(arguments.weight_ih)[None], ordered(weight_hh)[None], bias, None, *states],
         {"hidden_size": hidden, "direction": "reverse" if sequences.reverse else "forward", **attributes},
         dtypes=[x.dtype] * (1 + len(states)),
         shapes=[(steps, 1, batch, hidden), *[(1, batch, hidden)] * len(states)],

@@ -1,8 +1,8 @@
 """One recurrent layer and direction as a loop over time, forward and backward: the specification of every kernel.
 
-The rows of a tensor are those of :class:`~ostinato.kernels.persistent.sequences.Sequences`.
+Rows of tensors are laid out as in :class:`~ostinato.kernels.persistent.sequences.Sequences`.
 
-Everything is computed in float32, in float64 for float64; a state is rounded to its dtype after every step.
+Everything is computed in float32, or in float64 for float64; states are rounded to their dtype after every step.
 """
 
 from collections.abc import Sequence
@@ -39,14 +39,14 @@ __all__ = [
 
 
 def keeps_gates(_: str) -> bool:
-    """Whether forward overwrites `projected` with the pre-activations that backward takes as `pre`: no."""
+    """Whether forward overwrites `projected` with the pre-activations that backward takes as `pre`: it does not."""
     return False
 
 
 def forward(
     layer: Layer, projected: Tensor, plan: Plan | None = None, keep_cell: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    r"""All steps of a layer; differentiable.
+    r"""Run all steps of a layer; differentiable.
 
     With :math:`p = x W_{ih}^T + b_{ih}` and :math:`q = W_{hh} h_{t-1} + b_{hh}`, by ``cell``:
 
@@ -57,11 +57,12 @@ def forward(
 
     Args:
         projected: (rows, gates * H), p.
-        plan: for kernels.
+        plan: ignored; for kernels.
         keep_cell: whether to return an LSTM's c.
 
-    Returns the output (rows, H); h_n (B, H); of an LSTM c_n (B, H), else None; and if it is kept the cell state
-    after every step, (rows, H) in float32 or float64, else None.
+    Returns:
+        The output (rows, H); h_n (B, H); c_n (B, H) of an LSTM, else None; and, if it is kept, the cell state after
+        every step, (rows, H) in float32 or float64, else None.
     """
     cell, weight_hh, bias_hh, _, h0, c0, sequences, _ = layer
     dtype, hidden = projected.dtype, weight_hh.shape[1]
@@ -89,7 +90,7 @@ def forward(
 
 
 def advance(p: Tensor, q: Tensor, h: Tensor, c: Tensor, cell: str) -> tuple[Tensor, ...]:
-    """The states after a step, h and an LSTM's c, from those before it and the gates' pre-activations p and q."""
+    """The states after a step, h and an LSTM's c, from the previous ones and the gates' pre-activations p and q."""
     if cell == "lstm":
         i, f, g, o = (p + q).chunk(4, 1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
@@ -111,11 +112,11 @@ def backward(
         upstream: gradients of the output, h_n and c_n, None for zeros.
 
     Returns:
-        The gradient of each gate's pre-activation, (rows, gates * H), in `pre`'s dtype, of an RNN and an LSTM in the
-        order of the gates; of a GRU (rows, 4 * H), those of q of n, of r, of z and of p of n.
-        grad_h0 (B, H) and, of an LSTM, grad_c0 (B, H).
-        Rows with the sum of those of the first result, for :func:`gradients_of_biases`: that itself, or the kernel's
-        partial sums.
+        The gradient of each gate's pre-activation, in `pre`'s dtype: for an RNN and an LSTM (rows, gates * H), in the
+        order of the gates; for a GRU (rows, 4 * H), those of n's q, of r, of z and of n's p.
+        grad_h0 (B, H) and, for an LSTM, grad_c0 (B, H), else None.
+        Rows with the same sum as those of the first result, for :func:`gradients_of_biases`: here that result itself,
+        in kernels partial sums.
     """
     cell, weight_hh, _, _, h0, c0, sequences, _ = layer
     (pre, candidate, h, c), (grad_output, grad_h_n, grad_c_n) = saved, upstream
@@ -125,38 +126,39 @@ def backward(
     before = None if c is None else previous(c, c0, sequences)
     if cell == "gru":
         before = previous(h, h0, sequences)
-        weight = torch.cat([weight[2 * hidden :], weight[: 2 * hidden]])  # in the order of its gradients
+        weight = torch.cat([weight[2 * hidden :], weight[: 2 * hidden]])  # in the order of the gates' gradients
     dh, dc = (weight.new_zeros(sequences.batch, hidden) if x is None else x.to(wide) for x in (grad_h_n, grad_c_n))
     grads = pre.new_empty(len(pre), hidden * (1 if cell.startswith("rnn") else 4))
     for step in reversed(sequences.steps(pre)):
         live = step.stop - step.start
         a, q_n, c_t, earlier = (None if x is None else x[step].to(wide) for x in (pre, candidate, c, before))
         d = dh[:live] if grad_output is None else dh[:live] + grad_output[step].to(wide)
-        parts, past, dc_before = _step_back(a, q_n, c_t, earlier, d, dc[:live], cell)
+        gates, direct, dc_before = _step_back(a, q_n, c_t, earlier, d, dc[:live], cell)
         dc = torch.cat([dc_before, dc[live:]])
-        grads[step] = torch.cat(parts, 1).to(dtype)
-        exchanged = grads[step, : len(weight)].to(wide)
-        dh = torch.cat([past + exchanged @ weight, dh[live:]])
+        grads[step] = torch.cat(gates, 1).to(dtype)
+        recurrent = grads[step, : len(weight)].to(wide)
+        dh = torch.cat([direct + recurrent @ weight, dh[live:]])
         if sequences.resets is not None:
-            begins = sequences.resets[step, None]
-            dh, dc = (torch.cat([x[:live].where(~begins, 0.0), x[live:]]) for x in (dh, dc))
+            reset = sequences.resets[step, None]
+            dh, dc = (torch.cat([x[:live].where(~reset, 0.0), x[live:]]) for x in (dh, dc))
     return grads, dh.to(dtype), dc.to(dtype) if cell == "lstm" else None, grads
 
 
 def _step_back(
     a: Any, q_n: Any, c: Any, before: Any, d: Tensor, dc: Tensor, cell: str
 ) -> tuple[tuple[Tensor, ...], Tensor | float, Tensor]:
-    """The gradients of a step's gates and of the states before it, of h as far as it does not pass through the weights.
+    """The gradients of a step's gates, of h before it, except for what passes through the weights, and of c before it.
 
-    ``a`` and ``q_n`` are the rows of what was saved, ``before`` those of a GRU's h or an LSTM's c before the step.
+    ``a`` and ``q_n`` are the step's rows of `pre` and `candidate`, ``before`` those of a GRU's h or an LSTM's c before
+    it.
     """
     if cell == "lstm":
         i, f, g, o = a.chunk(4, 1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
         tanh_c = c.tanh()
         dc = dc + d * o * (1 - tanh_c**2)
-        of_i, of_f, of_g = dc * g * i * (1 - i), dc * before * f * (1 - f), dc * i * (1 - g**2)
-        return (of_i, of_f, of_g, d * tanh_c * o * (1 - o)), 0.0, dc * f
+        d_i, d_f, d_g = dc * g * i * (1 - i), dc * before * f * (1 - f), dc * i * (1 - g**2)
+        return (d_i, d_f, d_g, d * tanh_c * o * (1 - o)), 0.0, dc * f
     if cell == "gru":
         a_r, a_z, p_n = a.chunk(3, 1)
         r, z = a_r.sigmoid(), a_z.sigmoid()

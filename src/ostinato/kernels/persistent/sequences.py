@@ -1,4 +1,4 @@
-"""Which rows of a layer's tensors are which steps of which sequences, and their order."""
+"""The layout of a layer's rows: which row is which step of which sequence, and the order of the steps."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -7,16 +7,17 @@ from torch import Tensor
 
 
 class Sequences(NamedTuple):
-    """The sequences of a layer and direction, whose rows are time-major: all at the first step, then at the second.
+    """The sequences of a layer and direction, in time-major rows: all sequences at the first step, then at the second.
 
     Attributes:
-        batch: how many there are.
+        batch: the number of sequences.
         offsets: int32, (T + 1,), of packed sequences, sorted by length: the first row of each step.  Sequence b at step
-            t is row offsets[t] + b if that is below offsets[t + 1].  A sequence without a step keeps its state there,
-            so in reverse it starts at its own last step with the initial state.  None if every sequence has all steps.
+            t is row offsets[t] + b if that is below offsets[t + 1].  A sequence that is shorter keeps its state in the
+            steps that it lacks, so in reverse it starts at its own last step with the initial state.  None if every
+            sequence has all steps.
         resets: bool, (rows,), True where, in the order of the recurrence, the state before that row's step is zero and
             no gradient flows across; None for nowhere.
-        reverse: from the last step to the first.
+        reverse: whether the recurrence runs from the last step to the first.
     """
 
     batch: int
@@ -25,7 +26,7 @@ class Sequences(NamedTuple):
     reverse: bool = False
 
     def length(self, rows: Tensor) -> int:
-        """How many steps the longest takes."""
+        """The number of steps of the longest sequence."""
         return len(rows) // self.batch if self.offsets is None else len(self.offsets) - 1
 
     def steps(self, rows: Tensor) -> list[slice]:
@@ -35,7 +36,7 @@ class Sequences(NamedTuple):
         return steps[::-1] if self.reverse else steps
 
     def parts(self, sizes: list[int]) -> list["Sequences"]:
-        """The same sequences in parts of so many rows, which are whole steps, as all sequences have all steps."""
+        """The same sequences in parts of so many rows; only if all sequences have all steps, and parts whole steps."""
         if self.resets is None:
             return [self] * len(sizes)
         return [self._replace(resets=resets) for resets in self.resets.split(sizes)]

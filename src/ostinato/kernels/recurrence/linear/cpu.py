@@ -56,6 +56,7 @@ def _loop(recurrence: str, backward: bool, dtype: torch.dtype) -> tuple[Any, typ
 
 
 def scan(recurrence: str, h0: Tensor | None, order: Order, *arguments: Tensor) -> tuple[Tensor, Tensor]:
+    """See :class:`~ostinato.kernels.recurrence.backends.LinearKernels`."""
     sequences, parameters = _sequences_and_parameters(recurrence, arguments)
     like, dtype = sequences[0], sequences[0].dtype
     layout = _layout(like, order)
@@ -75,6 +76,7 @@ def scan_backward(
     order: Order,
     *arguments: Tensor,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    """See :class:`~ostinato.kernels.recurrence.backends.LinearKernels`."""
     sequences, parameters = _sequences_and_parameters(recurrence, arguments)
     dtype = sequences[0].dtype
     layout = _layout(sequences[0], order)
@@ -118,6 +120,7 @@ def _arrays(tensors: Sequence[Tensor], order: Order) -> Arrays:
 
 
 def layer(call: LayerArguments) -> tuple[Tensor, Tensor]:
+    """See :class:`~ostinato.kernels.recurrence.backends.LinearKernels`."""
     pre, bias, h0, _, _, recurrence, _, directions, _ = call
     dtype, gates = compute_dtype(pre), call.gates
     layout, row = _layer_layout(call)
@@ -132,6 +135,7 @@ def layer(call: LayerArguments) -> tuple[Tensor, Tensor]:
 def layer_backward(
     call: LayerArguments, h: Tensor, grad_h: Tensor | None, grad_h_last: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """See :class:`~ostinato.kernels.recurrence.backends.LinearKernels`."""
     pre, bias, h0, _, _, recurrence, _, directions, _ = call
     dtype, gates = compute_dtype(pre), call.gates
     layout, row = _layer_layout(call)

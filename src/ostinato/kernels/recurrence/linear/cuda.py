@@ -27,6 +27,7 @@ MOST_READ = {2: 1 << 23, 4: 1 << 24, 8: 1 << 24}
 
 
 def scan(recurrence: str, h0: Tensor | None, order: Order, *arguments: Tensor) -> tuple[Tensor, Tensor]:
+    """See :class:`~ostinato.kernels.recurrence.backends.LinearKernels`."""
     inputs, parameters = _sequences_and_parameters(recurrence, arguments)
     h0 = None if h0 is None else h0.contiguous()
     h = inputs[0].new_empty(inputs[0].shape)
@@ -47,6 +48,7 @@ def scan_backward(
     order: Order,
     *arguments: Tensor,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    """See :class:`~ostinato.kernels.recurrence.backends.LinearKernels`."""
     sequences, parameters = _sequences_and_parameters(recurrence, arguments)
     h0 = None if h0 is None else h0.contiguous()
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
@@ -142,6 +144,7 @@ def _gates(x: Tensor | None, gates: int, channels: int) -> Sequence[int]:
 
 
 def layer(call: LayerArguments) -> tuple[Tensor, Tensor]:
+    """See :class:`~ostinato.kernels.recurrence.backends.LinearKernels`."""
     pre, bias, h0, offsets, resets, recurrence, _, directions, _ = call
     pre = pre.contiguous()
     scan = _prepare_layer(recurrence, False, *_layer_key(call))
@@ -158,6 +161,7 @@ def layer(call: LayerArguments) -> tuple[Tensor, Tensor]:
 def layer_backward(
     call: LayerArguments, h: Tensor, grad_h: Tensor | None, grad_h_last: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """See :class:`~ostinato.kernels.recurrence.backends.LinearKernels`."""
     pre, bias, h0, offsets, resets, recurrence, *_ = call
     pre = pre.contiguous()
     scan = _prepare_layer(recurrence, True, *_layer_key(call))

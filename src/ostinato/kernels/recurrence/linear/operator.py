@@ -77,6 +77,7 @@ def _linear_recurrence_backward_impl(
     backend: str,
     *arguments: Tensor,
 ) -> list[Tensor]:
+    """Gradients of h0, empty without one, and of the arguments."""
     check_cu_seqlens(cu_seqlens, h.shape[1])
     order = order_of(cu_seqlens, resets, reverse)
     if h.numel() == 0:

@@ -75,6 +75,7 @@ def covers(
 def _fits(
     recurrence: str, dtype: torch.dtype, shape: tuple[int, int, int], width: int, batch_first: bool, device: int
 ) -> bool:
+    """Whether the kernel supports a layer of these sizes, dtype and device."""
     gates = gates_of(recurrence)
     if gates not in TILES:
         return False
@@ -157,6 +158,7 @@ def _prepare(
     channels: int,
     resets: bool,
 ) -> _Launch:
+    """The launch of a layer, as far as it depends on sizes and dtype."""
     gates = gates_of(recurrence)
     tile = TILES[gates]
     run, consumer_channels = tile.steps // 8, tile.channels // CONSUMERS  # steps of a run, channels of a warpgroup

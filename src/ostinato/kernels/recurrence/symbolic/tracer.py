@@ -240,6 +240,7 @@ class _Recorder(TorchDispatchMode):
             return self._record(func, args, kwargs or {})
 
     def _record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operation and record it by its rule in ``aten.py``, or by its decomposition."""
         called = func.overloadpacket.__name__
         in_place = called.endswith("_") and not called.endswith("__")
         name = called[:-1] if in_place else called

@@ -57,6 +57,7 @@ class Rows:
 
 
 def _packing(cu_seqlens: Tensor) -> Packing:
+    """The packing of concatenated sequences; reads ``cu_seqlens`` on the host."""
     if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph can capture a recurrence with weight_hh and cu_seqlens only after a call with the same "
