@@ -8,7 +8,7 @@ import ostinato
 from comparisons import same_bits
 from ostinato.kernels.cpu import threads
 from ostinato.kernels.persistent.cpu import step as cpu_step
-from ostinato.recurrent.cells import by_cells
+from ostinato.recurrent.cells import step_by_cells
 from ostinato.recurrent.weights import weights_of
 from ostinato.states import states_of
 
@@ -114,7 +114,7 @@ def test_steps_by_cells(cell):
     layer = ostinato.prune(getattr(ostinato, cell)(5, 16, 2), 0.5).double()
     x, state = torch.randn(3, 5, dtype=F64), [torch.randn(2, 3, 16, dtype=F64) for _ in range(1 + (cell == "LSTM"))]
     with torch.no_grad():
-        y, new = by_cells(layer.mode, 2, (3, 16), (2, 3, 16))(x, state, weights_of(layer))
+        y, new = step_by_cells(layer.mode, 2, (3, 16), (2, 3, 16))(x, state, weights_of(layer))
     ours = y, tuple(new)
     right = layer.step(x, tuple(state) if cell == "LSTM" else state[0])
     for one, other in zip([*states_of(ours[1]), ours[0]], [*states_of(right[1]), right[0]], strict=True):

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ostinato.cuda_graphs.calls import MOST_STEPS, RepeatedCalls, are_worth
+from ostinato.cuda_graphs.calls import MOST_STEPS, RepeatedCalls, worth_capturing
 from ostinato.kernels.matmul.precision import layers_allow_tf32, product_switches
 from ostinato.kernels.operators.eager import Prepared
 from ostinato.kernels.persistent.backends import is_captured
@@ -79,7 +79,7 @@ def _repeated_calls(
 ) -> RepeatedCalls | None:
     """Those of the same sizes, if they gain by CUDA graphs."""
     batch, length, _ = x.shape
-    if torch.compiler.is_compiling() or length > MOST_STEPS or not are_worth([weight_hh], batch * length):
+    if torch.compiler.is_compiling() or length > MOST_STEPS or not worth_capturing([weight_hh], batch * length):
         return None
     if order.cu_seqlens is not None or is_captured(x.device):  # lengths are in no key
         return None

@@ -269,7 +269,7 @@ def test_weights_that_are_elsewhere_in_the_backward():
     _ = move(layer.weights[1])
     assert same_bits(gradients(layer, results, x), expected)
     assert kept._kept.replays == before + 1
-    assert None in layer.calls.graphs.found.values()  # weights that moved may move again
+    assert None in layer.calls.graphs.calls.values()  # weights that moved may move again
 
 
 def test_gradients_are_those_of_the_weights_of_the_forward():
@@ -386,7 +386,7 @@ def test_memory_is_bounded_and_freed_with_the_layer(monkeypatch):
     assert len(kept._kept._all) == 1
     kept.forget(layers[0])
     assert kept._kept._all == []
-    assert layers[0].calls.graphs.found == {}
+    assert layers[0].calls.graphs.calls == {}
     assert warmed(layers[0], x) == 3
     monkeypatch.setattr(kept, "MOST_KEPT", BYTES)
     monkeypatch.setattr(kept, "_STALE", 1)
@@ -395,7 +395,7 @@ def test_memory_is_bounded_and_freed_with_the_layer(monkeypatch):
     assert warmed(layer := Layer(), x) == 4
     kept._kept.replays += 1
     assert warmed(layer := copy.deepcopy(layer), x) == 6  # in place of one that was not used for long
-    assert layers[0].calls.graphs.found == {}
+    assert layers[0].calls.graphs.calls == {}
 
 
 def test_several_graphs_make_room_for_one(monkeypatch):
@@ -427,8 +427,8 @@ def test_counts_are_bounded(monkeypatch):
         before.append(layer.weights[1].data)
         layer.weights[1].data = layer.weights[1].data.clone()
         layer(x)
-    assert len(layer.calls.graphs.found) <= 3
-    assert sum(isinstance(x, calls.CallGraphs) for x in layer.calls.graphs.found.values()) == 1
+    assert len(layer.calls.graphs.calls) <= 3
+    assert sum(isinstance(x, calls.CallGraphs) for x in layer.calls.graphs.calls.values()) == 1
 
 
 def test_what_cannot_be_captured_is_launched(monkeypatch):
@@ -509,7 +509,7 @@ def test_a_backward_is_captured_only_of_weights_that_have_not_moved():
     own.graphs._leaves[-1].data = torch.zeros(3, 3)  # as a shard's, whose memory is another's now
     assert same_bits(gradients(layer, results, x), expected_of(layer, x))
     assert kept._kept._all == []
-    assert [*layer.calls.graphs.found.values()] == [None]
+    assert [*layer.calls.graphs.calls.values()] == [None]
 
 
 def test_the_gradient_of_an_input_does_not_keep_those_of_weights():
@@ -545,7 +545,7 @@ def test_others_launch_while_a_call_is_captured(monkeypatch):
     captured_call = calls.CallGraphs
 
     def captured(*args):
-        seen.append([*layer.calls.graphs.found.values()])
+        seen.append([*layer.calls.graphs.calls.values()])
         layer(x)
         return captured_call(*args)
 

@@ -44,7 +44,7 @@ def device(request, monkeypatch):
         monkeypatch.setattr(kept, "_kept", kept._AllKept())
         return "cuda"
     simulate(monkeypatch, 100)
-    monkeypatch.setattr(stacked, "are_worth", lambda *_: True)
+    monkeypatch.setattr(stacked, "worth_capturing", lambda *_: True)
     monkeypatch.setattr(stacked, "_is_on_gpu", lambda x: True)
     return "cpu"
 

@@ -19,7 +19,7 @@ STEPS, BATCH, WIDTH = 5, 2, 4
 def simulated(monkeypatch):
     """On a CPU: a call that comes a second time is captured."""
     simulate(monkeypatch, 100)
-    monkeypatch.setattr(weighted, "are_worth", lambda weights, rows: type(weights[0]) is torch.nn.Parameter)
+    monkeypatch.setattr(weighted, "worth_capturing", lambda weights, rows: type(weights[0]) is torch.nn.Parameter)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_a_plan_is_of_packed_sequences_and_of_those_with_resets(kind):
 def test_which_calls_are_planned_as_replayed(monkeypatch):
     asked = []
     monkeypatch.setattr(sequences, "plan_layer", lambda mask, call: asked.append(call) or Plan("dense"))
-    monkeypatch.setattr(sequences, "are_worth", lambda weights, rows: rows <= 400)
+    monkeypatch.setattr(sequences, "worth_capturing", lambda weights, rows: rows <= 400)
     layer = make("GRU", 5, 8)
     repeated = {}, {"resets": True}, {"training": True}, {"steps": 2}
     others = {"packed": True}, {"steps": None}, {"steps": 101}, {"batch": 1, "steps": 513}
@@ -76,7 +76,7 @@ def test_two_or_three_steps_are_planned_where_they_may_be_replayed(monkeypatch):
     monkeypatch.setattr(type(layer), "_forward_single_steps", lambda *_: None)
     monkeypatch.setattr(type(layer), "_kernels_for", lambda self, *given: planned.append(given))
     for may_be in (False, True):
-        monkeypatch.setattr(sequences, "are_worth", lambda weights, rows, may_be=may_be: may_be)
+        monkeypatch.setattr(sequences, "worth_capturing", lambda weights, rows, may_be=may_be: may_be)
         for steps in (2, 3):
             x = torch.randn(steps, 2, 5)
             assert_results_close(layer(x), twin(layer)(x), 1e-6)

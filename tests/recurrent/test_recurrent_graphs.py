@@ -32,19 +32,19 @@ SIZES = {
 
 def test_which_layers_are_captured(monkeypatch):
     weights = [torch.nn.Parameter(torch.empty(96, 16)), torch.nn.Parameter(torch.empty(96, 24))]
-    assert not calls.are_worth(weights, 21)  # on a CPU
+    assert not calls.worth_capturing(weights, 21)  # on a CPU
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.delenv("OSTINATO_CUDA_GRAPHS", raising=False)
-    assert calls.are_worth(weights, 21)
-    assert calls.are_worth(weights, 107_000)  # 4 bytes of 96 + 3*16 and of 96 + 3*24 numbers: 128 MB
-    assert not calls.are_worth(weights, 108_000)
-    assert not calls.are_worth([x.data for x in weights], 21)  # which another call has elsewhere
+    assert calls.worth_capturing(weights, 21)
+    assert calls.worth_capturing(weights, 107_000)  # 4 bytes of 96 + 3*16 and of 96 + 3*24 numbers: 128 MB
+    assert not calls.worth_capturing(weights, 108_000)
+    assert not calls.worth_capturing([x.data for x in weights], 21)  # which another call has elsewhere
     with monkeypatch.context() as other:
         other.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-        assert not calls.are_worth(weights, 21)
+        assert not calls.worth_capturing(weights, 21)
     monkeypatch.setenv("OSTINATO_CUDA_GRAPHS", "0")
-    assert not calls.are_worth(weights, 21)
+    assert not calls.worth_capturing(weights, 21)
 
 
 def warmed(layer, *args, **options):
@@ -58,7 +58,7 @@ def warmed(layer, *args, **options):
 def simulated(monkeypatch):
     """A layer on a CPU, whose calls are captured."""
     simulate(monkeypatch, 100)
-    monkeypatch.setattr(sequences, "are_worth", lambda *args: True)
+    monkeypatch.setattr(sequences, "worth_capturing", lambda *args: True)
 
     def make():
         layer, x = ostinato.GRU(16, 24), torch.randn(7, 3, 16)

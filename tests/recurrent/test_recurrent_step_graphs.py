@@ -18,7 +18,7 @@ from threads import in_threads
 
 def test_steps_of_many_weights_have_no_graphs(monkeypatch):
     weights, found = [torch.nn.Parameter(torch.empty(72, 16))], []
-    monkeypatch.setattr(step_gradients, "are_worth", lambda *args: True)
+    monkeypatch.setattr(step_gradients, "worth_capturing", lambda *args: True)
     monkeypatch.setattr(step_gradients, "Repeated", lambda: found.append(1))
     for most in (72 * 16 * 4, 72 * 16 * 4 - 1):
         monkeypatch.setattr(step_gradients, "_MOST_BYTES", most)

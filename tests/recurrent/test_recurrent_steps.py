@@ -9,7 +9,7 @@ import torch
 
 import ostinato
 from comparisons import same_bits
-from ostinato.recurrent.cells import by_cells
+from ostinato.recurrent.cells import step_by_cells
 from ostinato.recurrent.gradients import differentiable
 from recurrent_layers import (
     CELLS,
@@ -267,7 +267,7 @@ def test_a_kernels_step_has_the_gradients_of_another(cell):
     layer = make(cell, 5, 16, num_layers=2, dtype=torch.float64)
     x, hx = inputs(layer, 3, 1)
     states, weights, shapes = flat((x, hx))[1:], list(layer.parameters()), ((1, 3, 16), (2, 3, 16))
-    cells = by_cells(layer.mode, 2, *shapes)
+    cells = step_by_cells(layer.mode, 2, *shapes)
     with torch.no_grad():
         kernel = layer._prepared_step(x, hx, weights, 2)
     saving = kernel.with_saved if x.is_cpu else kernel

@@ -1,11 +1,11 @@
-"""CUDA graphs, which the host launches as a whole:
+"""CUDA graphs, each of which the host launches as a whole.
 
-===============  ========================================================
-``capture.py``   how a function is captured
-``function.py``  a function in a graph, called as any other
-``kept.py``      calls that repeat, and the memory that their graphs keep
-``random.py``    random numbers of a call, drawn again
-``calls.py``     calls of small layers, and their backward
-``stacked.py``   those of layers of recurrences
-===============  ========================================================
+===============  ===================================================================
+``capture.py``   captures a function
+``function.py``  a captured function that is called with new inputs
+``kept.py``      counts repeated calls, and bounds the memory of their graphs
+``random.py``    draws the random numbers of an earlier call again
+``calls.py``     calls of small layers, forward and backward
+``stacked.py``   those of stacked layers of recurrences
+===============  ===================================================================
 """

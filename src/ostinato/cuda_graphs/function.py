@@ -1,4 +1,4 @@
-"""A function in a graph, called as any other."""
+"""A captured function that is called with new inputs."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,17 +10,17 @@ from ostinato.kernels.operators.autograd import Gradients, without_none
 
 
 class CapturedFunction:
-    """A function without arguments, which reads tensors that a call overwrites.
+    """The graph of a function without arguments that reads given input tensors, which each call overwrites.
 
-    A call copies others there, replays, and copies the results, some of which may be None.  They come in groups: those
-    of a group and a dtype as one tensor, as launches are what it saves.  Who keeps one of them keeps the memory of all
-    others of its group.
+    A call copies its tensors into the inputs, replays the graph, and copies the results out, some of which may be None.
+    The function returns its results in groups.  Those of a group and dtype are copied as one tensor, to save launches;
+    whoever keeps one of them keeps the memory of all.
     """
 
-    def __init__(self, function: Callable[[], Sequence[Gradients]], given: list[Tensor], pool: Pool) -> None:
-        self._given = given
-        with captured(given[0].device, pool) as self._graph:
-            results = [(y, group) for group, own in enumerate(function()) for y in own]
+    def __init__(self, function: Callable[[], Sequence[Gradients]], inputs: list[Tensor], pool: Pool) -> None:
+        self._inputs = inputs
+        with captured(inputs[0].device, pool) as self._graph:
+            results = [(y, group) for group, members in enumerate(function()) for y in members]
             places: dict[tuple[int, torch.dtype], list[int]] = {}
             for place, (y, group) in enumerate(results):
                 if y is not None:
@@ -31,12 +31,12 @@ class CapturedFunction:
         self.bytes = bytes_of(pool, self._flat[0])
 
     def __call__(self, tensors: list[Tensor]) -> Gradients:
-        torch._foreach_copy_(self._given, tensors)
+        torch._foreach_copy_(self._inputs, tensors)
         self._graph.replay()
-        copied = [torch.empty_like(flat) for flat in self._flat]
-        torch._foreach_copy_(copied, self._flat)
-        found: list[Tensor | None] = [None] * self._count
-        for places, group, flat in zip(self._places, self._results, copied, strict=True):
+        copies = [torch.empty_like(flat) for flat in self._flat]
+        torch._foreach_copy_(copies, self._flat)
+        results: list[Tensor | None] = [None] * self._count
+        for places, group, flat in zip(self._places, self._results, copies, strict=True):
             for i, y in zip(places, torch._C._nn.unflatten_dense_tensors(flat, group), strict=True):
-                found[i] = y.data  # whose changes do not count as the others'
-        return found
+                results[i] = y.data  # with a version counter of its own
+        return results

@@ -1,4 +1,4 @@
-"""The random numbers of a call, for dropout, when it is computed again."""
+"""Draws the random numbers of a call again, such as those of dropout, where the call is recomputed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,20 +8,20 @@ from torch import Tensor
 
 
 def random_state(device: torch.device) -> Tensor:
-    """From which the device's next random numbers follow."""
+    """The state of the device's generator, which determines its next random numbers."""
     return _generator_of(device).get_state()
 
 
 @contextmanager
 def drawn_from(state: Tensor, device: torch.device) -> Iterator[None]:
-    """Draw random numbers from this state; those after the block are the same as if there were none in it."""
+    """Draw random numbers from this state in the block, and go on after it as if it had drawn none."""
     generator = _generator_of(device)
-    now = generator.get_state()
+    before = generator.get_state()
     generator.set_state(state)
     try:
         yield
     finally:
-        generator.set_state(now)
+        generator.set_state(before)
 
 
 def _generator_of(device: torch.device) -> torch.Generator:

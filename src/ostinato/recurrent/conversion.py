@@ -1,4 +1,4 @@
-"""Layers of ``torch.nn`` that become this library's, where they are."""
+"""Converts the RNN, GRU and LSTM layers of a model from ``torch.nn`` to this library, in place."""
 
 from typing import TypeVar
 
@@ -13,26 +13,26 @@ COUNTERPARTS: dict[type, type] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
 def convert(module: Module) -> Module:
     """Have every ``torch.nn.RNN``, ``GRU`` and ``LSTM`` of a model run, and train, in this library's kernels.
 
-    Their class is changed.  They stay the same objects with the same parameters, so that optimisers, checkpoints and
-    whoever else refers to them notice nothing, and they compute the same function.  To bring one back, load its weights
-    into a new layer of ``torch.nn``.
+    Only their class changes.  They stay the same objects with the same parameters, so optimisers, checkpoints and all
+    other references to them stay valid, and they compute the same function.  To convert one back, load its weights into
+    a new layer of ``torch.nn``.
 
     Convert a model before ``torch.compile``, ``fully_shard`` or a parametrization, which change classes themselves.
 
-    A layer of a class of one's own, derived from ``torch.nn``'s, becomes ours by a class of both: after
-    ``class Ours(Theirs, ostinato.LSTM): pass`` and ``layer.__class__ = Ours`` its methods are still its own, and the
-    ``super().forward`` that they call is ours.
+    A layer of your own class, derived from ``torch.nn``'s, is converted by a class that derives from both: after
+    ``class Converted(Yours, ostinato.LSTM): pass`` and ``layer.__class__ = Converted`` it keeps its own methods, and
+    the ``super().forward`` that they call is this library's.
 
     Args:
-        module: a layer, or a model that contains some.  Those that are this library's already stay as they are, and so
-            do cells, such as ``torch.nn.GRUCell``.
+        module: a layer, or a model that contains some.  Layers that are this library's already stay as they are, as do
+            cells such as ``torch.nn.GRUCell``.
 
     Returns:
         ``module``, changed in place.
 
     Raises:
-        TypeError: no module, or one with a layer of a class derived from ``torch.nn``'s alone, see above.
-        ValueError: no recurrent layer in it.
+        TypeError: ``module`` is no module, or has a layer of a class derived from ``torch.nn``'s alone, see above.
+        ValueError: it has no recurrent layer.
 
     Example:
         >>> import torch, ostinato
@@ -50,7 +50,7 @@ def convert(module: Module) -> Module:
 
 
 def layers_of(module: nn.Module) -> list[nn.RNNBase]:
-    """The recurrent layers of a model; raises TypeError or ValueError unless there are some, and all can be ours."""
+    """The recurrent layers of a model; raises ValueError if there are none, TypeError if one cannot be converted."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}")
     layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]

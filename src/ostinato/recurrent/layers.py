@@ -1,4 +1,4 @@
-"""RNN, GRU and LSTM themselves: their contract, and who computes a call."""
+"""RNN, GRU and LSTM: ``torch.nn``'s interface, and the choice of what computes a call."""
 
 import functools
 import warnings
@@ -33,7 +33,7 @@ def _without_qconfig(layer: nn.RNNBase) -> None:
 
 
 def _warn_unquantised(layer: nn.RNNBase, _: object) -> None:
-    if layer.mode in ("GRU", "LSTM"):  # torch.nn's RNN is left as it is too
+    if layer.mode in ("GRU", "LSTM"):  # torch.nn's RNN is not quantised either
         warnings.warn(
             f"torch.ao.quantization leaves ostinato's {type(layer).__name__} as it is; to quantise its weights, "
             f"load them into a torch.nn.{layer.mode} first, with strict=False",
@@ -42,7 +42,7 @@ def _warn_unquantised(layer: nn.RNNBase, _: object) -> None:
 
 
 class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
-    """Adds resets, and the choice of who computes, to ``torch.nn``'s layers."""
+    """Adds resets, and the choice of what computes a call, to ``torch.nn``'s layers."""
 
     __call__: LayerCall[State]
 
@@ -51,10 +51,10 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
     ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
         if torch.compiler.is_compiling():
-            if torch.compiler.is_dynamo_compiling() and not torch._dynamo.config.allow_rnn:  # as it tries from 2.15 on
+            if torch.compiler.is_dynamo_compiling() and not torch._dynamo.config.allow_rnn:  # tried from 2.15 on
                 torch._dynamo.skip_frame(msg="RNN, GRU and LSTM compile with torch._dynamo.config.allow_rnn = True")
         elif get_eval_frame_callback():
-            return _unfollowed()(self, input, hx, resets=resets)
+            return _uncompiled()(self, input, hx, resets=resets)
         elif is_fx_symbolic_tracing() and (proxy := proxy_among(input, hx, resets)) is not None:
             return node_of(self, _Recurrent.forward, proxy.tracer, input, hx=hx, resets=resets)
         _check_types(input, hx, self.mode == "LSTM")
@@ -70,24 +70,24 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
             and (result := self._forward_of_few_steps(input, hx, steps)) is not None
         ):
             return result
-        states, own = states_of(hx), unmasked_weights(self)
-        call = self._kernels_for(input, states, own, resets)
+        states, unmasked = states_of(hx), unmasked_weights(self)
+        call = self._kernels_for(input, states, unmasked, resets)
         if call is LEFT_TO_TORCH:
-            return self._call_torch(cast(Tensor, input), hidden_of(states), own)
+            return self._call_torch(cast(Tensor, input), hidden_of(states), unmasked)
         if call is not None:
-            return self._run_kernels(input, states, own, resets, call)
+            return self._run_kernels(input, states, unmasked, resets, call)
         if steps == 0:
             return self._forward_of_no_steps(input, hx)
         weights = weights_of(self)
         is_sequence = isinstance(input, PackedSequence) or input.dim() in (2, 3)  # torch refuses others
         if is_traced() and is_sequence and (self.proj_size or resets is not None):
             return forward_exported(self, input, states, weights, resets)
-        # Without rows there are no episodes, and no shape depends on them.
+        # Without rows there are no episodes, and shapes, all that tensors without data have, do not depend on them.
         if resets is None or not resets.numel() or resets.is_meta or isinstance(resets, FakeTensor):
             return self._forward_torch(input, hx, weights)
         return self._forward_torch_by_episodes(input, hx, weights, resets)
 
-    forward.__qualname__ = "forward"  # in Python's errors, in place of a class that no user wrote
+    forward.__qualname__ = "forward"  # Python's errors then do not name a private class
     _own_forward = forward
 
     def plan(
@@ -104,25 +104,26 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
 
         Args:
             batch: number of sequences.
-            dtype: the compute dtype; the parameters' if absent.  Of a call under autocast, give autocast's.
+            dtype: the compute dtype, which under autocast is autocast's; the parameters' if absent.
             training: whether gradients will be computed; in training mode, calls with dropout between layers always run
                 as if they were.
-            steps: of the longest sequence; many if absent.
-            resets: whether there are any.
-            packed: whether the sequences are packed ones of several lengths.
+            steps: the steps of the longest sequence; many if absent.
+            resets: whether the call has resets.
+            packed: whether the sequences are packed, and differ in length.
 
         Returns:
-            ``path``, "dense", "sparse" or "block" for a persistent kernel and "steps" for torch's, or on a GPU for the
-            kernel of one step of few sequences; ``has_kernel``, whether it is a persistent one; ``bytes_on_chip`` of
-            recurrent weights, of ``bytes_available``; ``blocks``, of threads; ``at_once``, how many stacked layers run
-            at the same time, or directions, which on a CPU, or where a GPU has no room for both, take turns;
-            ``directions``, how many one launch runs; and the ``reason``.  If any layer or direction needs torch's
-            kernels, all use them; otherwise this is the plan of the largest one.
+            ``path``, "dense", "sparse" or "block" for a persistent kernel, and "steps" for torch's kernels or, on a GPU
+            with few sequences, the kernel of a single step; ``has_kernel``, whether it is a persistent kernel;
+            ``bytes_on_chip``, of recurrent weights, out of ``bytes_available``; ``blocks``, the number of thread
+            blocks; ``at_once``, how many stacked layers or directions run at the same time, though directions take
+            turns on a CPU, or where a GPU has no room for both; ``directions``, how many one launch runs; and the
+            ``reason``.  If any layer or direction needs torch's kernels, all use them; otherwise this is the plan of
+            the largest one.
 
         Raises:
-            ValueError: a batch, or steps, below 1.
-            TypeError: a dtype that is not floating point; a batch, or steps, that are no integer; training, resets or
-                packed that are not a bool.
+            ValueError: ``batch`` or ``steps`` below 1.
+            TypeError: a dtype that is not floating point; ``batch`` or ``steps`` that is not an integer; ``training``,
+                ``resets`` or ``packed`` that is not a bool.
 
         Example:
             >>> import torch, ostinato
@@ -145,9 +146,9 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
     qconfig = property(_without_qconfig, _warn_unquantised)
 
     def _forward_of_few_steps(self, input: Any, hx: Any, steps: int) -> tuple[Tensor, Any] | None:
-        """By single steps, or by torch's kernels if these are fewer than ours are worth; None for other sequences.
+        """A short sequence by single steps, or by torch's kernels where it is too short for ours; None for others.
 
-        And for two or three that may be replayed, as ours then are.
+        None also for two or three steps that may be replayed from CUDA graphs, as our kernels then are.
         """
         if steps == 1:
             if (recorder := recording()) is not None:
@@ -167,23 +168,23 @@ class _Recurrent(ScriptedLayers, SequenceLayers, StepLayers[State]):
         return None if may_be_replayed else self._forward_torch(input, hx, weights)
 
     def _forward_of_no_steps(self, input: Any, hx: Any) -> tuple[Tensor, Any]:
-        """No output, and the state as it was; checks and shapes are those of a step, as torch refuses none."""
+        """An empty output and the unchanged state, checked as for a step of zeros, as torch refuses empty sequences."""
         time, shape = _time_of(self, input), list(input.shape)
         shape[time] = 1
         output, last = self._own_forward(input.new_zeros(shape), hx)
-        first: Any = states_of(hx) or (0.0, 0.0)
+        initial: Any = states_of(hx) or (0.0, 0.0)
         never = torch.zeros((), dtype=torch.bool, device=input.device)
-        states = [after.where(never, before) for after, before in zip(states_of(last), first, strict=False)]
+        states = [after.where(never, before) for after, before in zip(states_of(last), initial, strict=False)]
         return output.narrow(time, 0, 0), hidden_of(states)
 
 
 def _time_of(layer: nn.RNNBase, x: Tensor) -> int:
-    """The dimension of steps."""
+    """The dimension of time."""
     return 1 if layer.batch_first and x.dim() == 3 else 0
 
 
 def _reset_state(layer: nn.RNNBase, hx: Any, resets: Tensor) -> Any:
-    """The state before a single step, zero where that resets it: not in reverse, where the state is a later one."""
+    """The state before a single step, zero where that is reset; not in reverse, where it is that of a later step."""
     if hx is None:
         return None
     if not isinstance(hx, Tensor):
@@ -197,17 +198,17 @@ def _reset_state(layer: nn.RNNBase, hx: Any, resets: Tensor) -> Any:
 
 
 @functools.cache
-def _unfollowed() -> Any:
+def _uncompiled() -> Any:
     """The forward for a compiled model that leaves the layer uncompiled.
 
-    PyTorch's compiler, which is still on, would compile the functions that it calls, each by itself, and tell them that
-    they are being compiled: then none takes a kernel.  ``step`` does not either, and calls the forward.
+    PyTorch's compiler is still active then.  It would compile each function that the forward calls separately, and as
+    each would see that it is being compiled, none would use a kernel.  Nor does ``step``, which calls the forward.
     """
     return torch.compiler.disable(_Recurrent.forward)
 
 
 def _check_types(input: Any, hx: Any, lstm: bool) -> None:
-    """Raise TypeError for what ``torch.nn`` would look for a tensor's attributes in."""
+    """Raise TypeError for objects without the attributes that ``torch.nn`` would read."""
     if not isinstance(input, (Tensor, PackedSequence)):
         raise TypeError(f"input must be a tensor or a PackedSequence; got {type(input).__name__}")
     if isinstance(input, Tensor) and input.is_nested:
@@ -220,19 +221,19 @@ class RNN(_Recurrent[Tensor], OneState, nn.RNN):
 
     .. math:: h_t = \phi(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh}), \quad \phi = \tanh \text{ or relu}
 
-    Arguments, parameters, ``state_dict``, inputs, outputs, gradients and errors are :class:`torch.nn.RNN`'s, but
-    a sequence without steps, which that refuses, leaves the state as it was.  On CPUs and NVIDIA GPUs layers run and
-    train in kernels that keep the recurrent weights on chip or in cache for the whole sequence (Zhu et al. 2018,
-    "Sparse Persistent RNNs", arXiv 1804.10223), where one fits; see :meth:`plan`.  The parameters are read at every
-    call.  In float32 on a GPU, products may be rounded to tf32 if ``torch.backends.cudnn.rnn.fp32_precision`` says so,
-    as it does by default for :class:`torch.nn.RNN` too.  See :func:`ostinato.prune`, which adds a buffer with the mask
-    of each pruned weight, ``mask_hh_l{k}`` and ``mask_ih_l{k}``; ``load_state_dict`` makes them as needed.
-    ``torch.jit.script`` of a model compiles calls without ``resets``, to :class:`torch.nn.RNN`'s kernels.
+    Arguments, parameters, ``state_dict``, inputs, outputs, gradients and errors are :class:`torch.nn.RNN`'s, but for a
+    sequence without steps, which it refuses, and which leaves the state unchanged here.  On CPUs and NVIDIA GPUs layers
+    run and train in kernels that keep the recurrent weights on chip or in cache for the whole sequence (Zhu et al.
+    2018, "Sparse Persistent RNNs", arXiv 1804.10223), where one fits; see :meth:`plan`.  The parameters are read at
+    every call.  In float32 on a GPU, products may be rounded to tf32 if ``torch.backends.cudnn.rnn.fp32_precision``
+    says so, as it does by default for :class:`torch.nn.RNN` too.  See :func:`ostinato.prune`, which adds a buffer with
+    the mask of each pruned weight, ``mask_hh_l{k}`` and ``mask_ih_l{k}``; ``load_state_dict`` creates them as needed.
+    ``torch.jit.script`` compiles calls without ``resets``, to :class:`torch.nn.RNN`'s kernels.
 
-    Episodes that end inside a sequence: ``forward(input, hx=None, *, resets=None)`` takes a bool tensor of
-    the input's shape without features, (T, B), (B, T) with ``batch_first``, (T,) unbatched, or (rows,) as the data of a
-    PackedSequence.  Where it is True an episode begins with that step: the state before the step is zero, an LSTM's
-    c too, and neither states nor gradients flow between it and the previous step, in either direction of a
+    Episodes that end inside a sequence: ``forward(input, hx=None, *, resets=None)`` takes a bool tensor of the input's
+    shape without features: (T, B), (B, T) with ``batch_first``, (T,) unbatched, or (rows,) for the data of a
+    PackedSequence.  Where it is True, an episode begins with that step: the state before the step, including an LSTM's
+    c, is zero, and neither states nor gradients flow between the step and the previous one, in either direction of a
     bidirectional layer.  True at the first step means that ``hx`` is ignored.
 
     Raises:
@@ -316,7 +317,7 @@ class LSTM(_Recurrent[tuple[Tensor, Tensor]], TwoStates, nn.LSTM):
 
         c_t = f_t \odot c_{t-1} + i_t \odot g_t, \quad h_t = o_t \odot \tanh(c_t)
 
-    With ``proj_size`` it runs in ``torch.nn``'s kernels, and cannot be pruned.
+    A layer with ``proj_size`` runs in ``torch.nn``'s kernels, and cannot be pruned.
 
     Raises:
         TypeError, ValueError: as :class:`RNN`.

@@ -1,4 +1,4 @@
-"""Sequences as time-major rows, as in a PackedSequence: how many there are, and back again."""
+"""Sequences of any layout as time-major rows, as in a PackedSequence, and back."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from ostinato.checks import check_packed
 from ostinato.states import Hidden, hidden_of
 
 
-def in_rows(
+def to_rows(
     input: Any, states: list[Tensor], resets: Tensor | None, batch_first: bool
 ) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """The input and resets as time-major rows, as in a PackedSequence, and the states batched and sorted like them."""
+    """The input and resets as time-major rows, and the states batched, with sequences in the order of the rows."""
     if isinstance(input, PackedSequence):
         order = input.sorted_indices
         return input.data, states if order is None else [x.index_select(1, order) for x in states], resets
@@ -23,8 +23,8 @@ def in_rows(
     return input.flatten(0, 1), states, None if resets is None else resets.flatten()
 
 
-def as_given(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) -> tuple[Any, Hidden]:
-    """The output and last states, laid out as the input and its initial states: the inverse of :func:`in_rows`."""
+def from_rows(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) -> tuple[Any, Hidden]:
+    """The output and last states in the layout of the input and its states: the inverse of :func:`to_rows`."""
     output: Any = rows
     if isinstance(input, PackedSequence):
         output = PackedSequence(rows, *input[1:])
@@ -39,8 +39,8 @@ def as_given(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) 
     return output, hidden_of(states)
 
 
-def size_of(input: Tensor | PackedSequence, states: list[Tensor], batch_first: bool) -> tuple[int, int] | None:
-    """How many sequences, and steps of the longest; None where the input has not the dimensions of any."""
+def batch_and_steps(input: Tensor | PackedSequence, states: list[Tensor], batch_first: bool) -> tuple[int, int] | None:
+    """The numbers of sequences and of steps of the longest; None for an input of no valid number of dimensions."""
     if isinstance(input, PackedSequence):
         return check_packed(input, states), len(input.batch_sizes)
     if input.dim() == 3:
@@ -49,5 +49,5 @@ def size_of(input: Tensor | PackedSequence, states: list[Tensor], batch_first: b
 
 
 def has_several_lengths(input: Any, batch: int, steps: int) -> bool:
-    """Whether the input is packed, and not all of its sequences have all steps."""
+    """Whether the input is packed, and its sequences differ in length."""
     return isinstance(input, PackedSequence) and batch * steps != len(input.data)

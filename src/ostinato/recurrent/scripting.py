@@ -1,7 +1,7 @@
 """What ``torch.jit.script`` compiles of RNN, GRU and LSTM: calls of ``torch.nn``'s kernels, which need no library.
 
-TorchScript knows neither a method of two types nor another class's forward, so the forward of a tensor and that of a
-PackedSequence are two methods here, in its part of Python, which Python itself never calls.
+TorchScript supports neither a method of two argument types nor calls of another class's forward.  So the forward of a
+tensor and that of a PackedSequence are two methods here, in its subset of Python, which Python itself never calls.
 """
 
 import operator
@@ -18,11 +18,11 @@ from ostinato.kernels.operators.export import refuse_script
 from ostinato.masks import mask_of
 from ostinato.recurrent.weights import MaskedLayers, unmasked_weights
 
-_VF: Any = torch._VF  # whose annotations know no module's list of weights
+_VF: Any = torch._VF  # the annotations of torch._VF reject a module's list of weights
 
 
 class _Scripted:
-    """A method that ``torch.jit.script`` compiles, of layers that it has asked, and ``torch.jit.trace`` does not."""
+    """A method that only ``torch.jit.script`` sees, not ``torch.jit.trace``, on layers that it has prepared."""
 
     def __init__(self, method: Callable) -> None:
         self._method = torch.jit.export(method)
@@ -36,15 +36,15 @@ class _Scripted:
 
 
 class ScriptedLayers(MaskedLayers):
-    """Adds what ``torch.jit.script`` asks a layer for before it reads the code."""
+    """Adds what ``torch.jit.script`` asks of a layer before it compiles the code."""
 
     __jit_unused_properties__ = [*nn.RNNBase.__jit_unused_properties__, "qconfig"]  # noqa: RUF012, as is torch.nn's
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """The layer itself, as what is returned takes its place in the model.
+        """Return the layer itself, as the returned module takes its place in the model.
 
-        Its list of weights becomes the scripted layer's, which has no masks: pruned weights are zeroed, if they are not
-        zero already.  A subclass's forward is compiled as it is.
+        The scripted layer takes over the list of weights, but has no masks, so pruned weights that are not zero yet are
+        zeroed.  A subclass's forward is compiled as it is.
         """
         forward: Any = self.forward
         is_own = getattr(forward, "__func__", None) is getattr(self._own_forward, "__func__", forward)
@@ -66,7 +66,7 @@ class ScriptedLayers(MaskedLayers):
 
 
 class OneState(nn.RNNBase):
-    """Adds the forward that is scripted, of layers with one state."""
+    """Adds the scripted forward of layers with one state."""
 
     def _scripted_call(
         self, x: Tensor, batch: int, batch_sizes: Tensor | None, hx: Tensor | None
@@ -97,15 +97,15 @@ class OneState(nn.RNNBase):
 
     @_Scripted
     def _scripted_of_packed(self, input: PackedSequence, hx: Tensor | None = None) -> tuple[PackedSequence, Tensor]:
-        x, batch_sizes, order, back = input
+        x, batch_sizes, order, inverse = input
         if hx is not None and order is not None:
             hx = hx.index_select(1, order)
         y, h = self._scripted_call(x, int(batch_sizes[0]), batch_sizes, hx)
-        return PackedSequence(y, batch_sizes, order, back), h if back is None else h.index_select(1, back)
+        return PackedSequence(y, batch_sizes, order, inverse), h if inverse is None else h.index_select(1, inverse)
 
 
 class TwoStates(nn.LSTM):
-    """Adds the forward that is scripted, of layers with two states."""
+    """Adds the scripted forward of layers with two states."""
 
     def _scripted_call(
         self, x: Tensor, batch: int, batch_sizes: Tensor | None, hx: tuple[Tensor, Tensor] | None
@@ -138,9 +138,9 @@ class TwoStates(nn.LSTM):
     def _scripted_of_packed(
         self, input: PackedSequence, hx: tuple[Tensor, Tensor] | None = None
     ) -> tuple[PackedSequence, tuple[Tensor, Tensor]]:
-        x, batch_sizes, order, back = input
+        x, batch_sizes, order, inverse = input
         if hx is not None and order is not None:
             hx = (hx[0].index_select(1, order), hx[1].index_select(1, order))
         y, h, c = self._scripted_call(x, int(batch_sizes[0]), batch_sizes, hx)
-        after = (h, c) if back is None else (h.index_select(1, back), c.index_select(1, back))
-        return PackedSequence(y, batch_sizes, order, back), after
+        after = (h, c) if inverse is None else (h.index_select(1, inverse), c.index_select(1, inverse))
+        return PackedSequence(y, batch_sizes, order, inverse), after

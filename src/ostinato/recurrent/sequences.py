@@ -1,4 +1,4 @@
-"""Whole sequences through RNN, GRU and LSTM by persistent kernels: which of them, and their calls."""
+"""Whole sequences of RNN, GRU and LSTM by persistent kernels: which of these apply, and their calls."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.cuda_graphs.calls import MOST_STEPS, RepeatedCalls, Run, are_worth
+from ostinato.cuda_graphs.calls import MOST_STEPS, RepeatedCalls, Run, worth_capturing
 from ostinato.dropout import dropout_of
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
@@ -22,41 +22,41 @@ from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.stacks import stacked_layers
 from ostinato.masks import mask_of
 from ostinato.packed import offsets_of
-from ostinato.recurrent.rows import as_given, has_several_lengths, in_rows, size_of
+from ostinato.recurrent.rows import batch_and_steps, from_rows, has_several_lengths, to_rows
 from ostinato.recurrent.torch_layers import takes_as_they_are
 from ostinato.recurrent.weights import MaskedLayers, check_shapes, weights_of
 from ostinato.states import distinct, hidden_of, of_one_layer, states_of
 
 
 class KernelCall(NamedTuple):
-    """How kernels compute a call that has been checked; or :data:`LEFT_TO_TORCH`, if they do not."""
+    """How kernels compute a call that has been checked, or :data:`LEFT_TO_TORCH`."""
 
     batch: int
     steps: int
     autocast: torch.dtype | None
     training: bool  # whether gradients are needed
-    at_once: int  # directions, or stacked layers, that run at the same time
-    prepared: dict[int, Callable] | None = None  # operators, by first layer, once run; None by PyTorch's dispatcher
-    repeated: RepeatedCalls | None = None  # such calls, if they are worth CUDA graphs
+    at_once: int  # number of directions, or of stacked layers, that run at the same time
+    prepared: dict[int, Callable] | None = None  # operators that have run, by first layer; None: use the dispatcher
+    repeated: RepeatedCalls | None = None  # replays such calls, if they may gain by CUDA graphs
 
 
 LEFT_TO_TORCH = KernelCall(batch=0, steps=0, autocast=None, training=False, at_once=0)
-"""In place of a call that torch's kernels compute, whose arguments they take as they are."""
+"""Stands for a call that torch's kernels compute, and whose arguments they take as they are."""
 
 
 # Keyed by input, weights, states, resets, and the masks of recurrent weights.
 _CALLS: Prepared[KernelCall | None] = Prepared()
 
 
-def _run_eagerly(call: KernelCall | None, tensors: list[Tensor | None]) -> KernelCall | None:
-    """The call without PyTorch's dispatcher, if it is one of kernels and of nothing that needs the dispatcher."""
+def _without_dispatcher(call: KernelCall | None, tensors: list[Tensor | None]) -> KernelCall | None:
+    """The call, to bypass PyTorch's dispatcher if kernels compute it and no tensor needs the dispatcher."""
     if call is None or call is LEFT_TO_TORCH or not is_eager(tensors):
         return call
     return call._replace(prepared={})
 
 
 class SequenceLayers(MaskedLayers):
-    """Adds plans, and the forward of layers and directions for which there is one."""
+    """Adds plans, and the forward by persistent kernels where a plan has one."""
 
     def _plan_call(
         self,
@@ -69,23 +69,23 @@ class SequenceLayers(MaskedLayers):
         packed: bool = False,
         weights: list[Tensor] | None = None,
     ) -> Plan:
-        """The plan of a call with these weights, or else the parameters.
+        """The plan of a call with these weights, by default the parameters.
 
-        Raises RuntimeError where the next call may get another.
+        Raises RuntimeError where the next call may get another plan.
         """
         if self.proj_size:
             return no_kernel("layers with projections run in torch's own kernels")
-        # Masks cannot be packed in a capture: pruned layers run there as they did before it, when theirs were.
+        # Masks cannot be packed in a capture: pruned layers run there as before it, when their masks were packed.
         captured = not self._buffers and is_captured(device)
-        of_layer = device, self.mode.lower(), self.hidden_size, batch, dtype, training, steps, self._forced_path
+        settings = device, self.mode.lower(), self.hidden_size, batch, dtype, training, steps, self._forced_path
         on_cpu = device.type == "cpu"
         threads = torch.get_num_threads() if on_cpu else 1
-        compared = on_cpu or torch._C._get_cudnn_enabled()  # without it torch's kernels are several for every step
-        call = Call(*of_layer, resets=resets, packed=packed, compared=compared, threads=threads, captured=captured)
+        compared = on_cpu or torch._C._get_cudnn_enabled()  # without cuDNN, torch launches several kernels a step
+        call = Call(*settings, resets=resets, packed=packed, compared=compared, threads=threads, captured=captured)
         call = call._replace(at_once=_at_once(self, call), bidirectional=self.bidirectional)
         if not (packed or steps is None):
             call = call._replace(replayed=self._may_be_replayed(weights or [*self.parameters()], batch, steps))
-        groups = {call.at_once, len(self._all_weights) % call.at_once} - {0}  # of layers at once, by size
+        groups = {call.at_once, len(self._all_weights) % call.at_once} - {0}  # sizes; the last group may be smaller
         calls = [call._replace(at_once=size) for size in groups]
         plans = [plan_layer(mask, one) for mask in _masks_of(self) or [None] for one in calls]
         plan = max(plans, key=lambda plan: (not plan.has_kernel, plan.bytes_on_chip))
@@ -94,53 +94,54 @@ class SequenceLayers(MaskedLayers):
     def _kernels_for(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
     ) -> KernelCall | None:
-        """Who computes the call, cached: a :class:`KernelCall` if kernels do, else :data:`LEFT_TO_TORCH` or None.
+        """What computes the call, cached: kernels (a :class:`KernelCall`), or torch (:data:`LEFT_TO_TORCH` or None).
 
         None is for calls that torch's forward must check first: it raises the errors of invalid ones.
         """
         if weights[0].is_meta or torch.compiler.is_compiling():
             return self._find_kernels(input, states, weights, resets)
-        if isinstance(input, PackedSequence):  # whose lengths no key would have
-            return _run_eagerly(
+        if isinstance(input, PackedSequence):  # its lengths are not in any key
+            return _without_dispatcher(
                 self._find_kernels(input, states, weights, resets), [input.data, *weights, *states, resets]
             )
-        like, device, dtype = [input, *weights, *distinct(states)], weights[0].device, weights[0].dtype
+        tensors, device, dtype = [input, *weights, *distinct(states)], weights[0].device, weights[0].dtype
         if resets is not None:
-            like.append(resets)
+            tensors.append(resets)
         autocast = autocast_dtype(device)
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional, self.mode, self.batch_first
         of_layer = *sizes, dropout_of(self), self._forced_path
-        # The number of states tells them from biases, of which an LSTM has as many.
-        how = *of_layer, len(states), autocast, layers_allow_tf32(device, dtype), resets is None
-        # On which the plan depends, too, and of products the kernels in a CUDA graph.
-        where = is_captured(device), torch.get_num_threads(), torch._C._get_cudnn_enabled(), *product_switches()
-        # Another object for each mask, and whenever a mask changes.
-        contents = [mask if mask is None else derived_from(mask, "contents", object) for mask in _masks_of(self)]
-        found = _CALLS.find(like, *how, *where, *contents)
-        if found is None and (found := self._find_kernels(input, states, weights, resets)) is not None:
-            found = known = self._with_graphs(_run_eagerly(found, like), weights)
-            _CALLS.add(lambda: known, like, *how, *where, *contents)
-        return found
+        # With the number of states, as an LSTM's two states could be taken for two biases.
+        of_call = len(states), autocast, layers_allow_tf32(device, dtype), resets is None
+        # The plan depends on these, too, and so do the kernels of the products in a CUDA graph.
+        modes = is_captured(device), torch.get_num_threads(), torch._C._get_cudnn_enabled(), *product_switches()
+        # An object for each mask, which is another one whenever the mask changes.
+        masks = [mask if mask is None else derived_from(mask, "contents", object) for mask in _masks_of(self)]
+        key = *of_layer, *of_call, *modes, *masks
+        call = _CALLS.find(tensors, *key)
+        if call is None and (call := self._find_kernels(input, states, weights, resets)) is not None:
+            call = known = self._with_graphs(_without_dispatcher(call, tensors), weights)
+            _CALLS.add(lambda: known, tensors, *key)
+        return call
 
     def _with_graphs(self, call: KernelCall | None, weights: list[Tensor]) -> KernelCall | None:
-        """The call with room for its CUDA graphs, if it is one that gains by them."""
+        """The call with what replays it from CUDA graphs, if it may gain by them."""
         if call is None or call.prepared is None or not self._may_be_replayed(weights, call.batch, call.steps):
             return call
         return call._replace(repeated=RepeatedCalls(_launcher(self, call), draws=dropout_of(self) > 0))
 
     def _may_be_replayed(self, weights: list[Tensor], batch: int, steps: int) -> bool:
-        """Whether such calls, if they repeat, gain by CUDA graphs; pruned layers have none."""
+        """Whether such calls gain by CUDA graphs if they repeat; pruned layers have none."""
         if self._buffers or steps > MOST_STEPS or is_captured(weights[0].device):
             return False
-        return are_worth(weights, batch * steps)
+        return worth_capturing(weights, batch * steps)
 
     def _find_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
     ) -> KernelCall | None:
-        """As :meth:`_kernels_for`, uncached: checks the call and asks for its plan."""
-        if self.proj_size or torch.jit.is_tracing():  # a plan looks at masks, which a trace would record
+        """As :meth:`_kernels_for`, uncached: checks the call and plans it."""
+        if self.proj_size or torch.jit.is_tracing():  # planning reads masks, which a trace would record
             return None
-        size = size_of(input, states, self.batch_first)
+        size = batch_and_steps(input, states, self.batch_first)
         if size is None:
             return None
         (batch, steps), packed = size, isinstance(input, PackedSequence)
@@ -154,41 +155,41 @@ class SequenceLayers(MaskedLayers):
         autocast = autocast_dtype(device)
         computed = autocast or weights[0].dtype
         tensors = [*weights, x, *states]
-        # Whose samples do not tell what is differentiated around it.
+        # In vmap, `requires_grad` does not tell what is differentiated around it.
         training = torch.is_grad_enabled() and (is_vmapped() or any(x.requires_grad for x in tensors))
-        at_once, is_torchs = 2 if self.bidirectional else 1, False
-        if torch.compiler.is_compiling():  # planned at run time, when trained also how many layers run at once
+        at_once, left_to_torch = 2 if self.bidirectional else 1, False
+        if torch.compiler.is_compiling():  # planned at run time; if trained, so is how many layers run at once
             if training and not (self.bidirectional or packed) and device.type in WAVEFRONT_DEVICES:
                 at_once = self.num_layers
         elif batch * steps > 0:
             ragged = has_several_lengths(input, batch, steps)
-            # A checkpoint's first call has no gradients, and must drop what its second, with gradients, does.
+            # Activation checkpointing calls without gradients first, which must drop what the call with them does.
             planned = training or dropout_of(self) > 0
             try:
-                of_call = int(batch), computed, planned, int(steps), resets is not None, ragged, weights
-                plan = self._plan_call(device, *of_call)
+                settings = int(batch), computed, planned, int(steps), resets is not None, ragged, weights
+                plan = self._plan_call(device, *settings)
             except RuntimeError:
                 return None
             if not can_take(tensors):
                 return None
-            is_torchs = not (plan.has_kernel or is_vmapped())
-            if not is_torchs:
+            left_to_torch = not (plan.has_kernel or is_vmapped())
+            if not left_to_torch:
                 count_operations()
             if plan.has_kernel:
                 at_once = plan.at_once
         if not _suit_kernels(self, x, states, weights, batch, steps, packed, autocast is not None):
             return None
         check_shapes(self, weights)
-        if is_torchs:
-            on_gpu = training and device.type != "cpu"  # where it matters whether the module is in training mode, too
-            altered = on_gpu or autocast or packed or x.dim() == 2 or self._buffers or resets is not None
-            return None if altered or not takes_as_they_are(self, x, states, weights) else LEFT_TO_TORCH
+        if left_to_torch:
+            on_gpu = training and device.type != "cpu"  # where torch's kernels depend on the training mode, too
+            converted = on_gpu or autocast or packed or x.dim() == 2 or self._buffers or resets is not None
+            return None if converted or not takes_as_they_are(self, x, states, weights) else LEFT_TO_TORCH
         return KernelCall(batch, steps, computed if autocast else None, training, at_once)
 
     def _run_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None, call: KernelCall
     ) -> tuple[Any, Any]:
-        """As ``torch.nn``'s forward: launched, or replayed."""
+        """``torch.nn``'s forward, by kernels that are launched, or replayed from CUDA graphs."""
         if call.repeated is not None:
             results = call.repeated.replay(self, input, states, weights, resets, call.training)
             if results is not None:
@@ -198,26 +199,27 @@ class SequenceLayers(MaskedLayers):
     def _forward_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None, call: KernelCall
     ) -> tuple[Any, Any]:
-        """As ``torch.nn``'s forward, launched."""
+        """``torch.nn``'s forward, by kernels that are launched."""
         rows, stack = _stack_of(self, input, states, weights, resets, call)
-        layers, both = len(self._all_weights), self.bidirectional
+        layers = len(self._all_weights)
         last: list[tuple[Tensor, ...]] = []
         for first in range(0, layers, call.at_once):
             together = range(first, min(first + call.at_once, layers))
             if first and stack.drops:
                 rows = F.dropout(rows, self.dropout)
-            given = [_arguments_of(self, i, together, rows, stack) for i in together]
-            results = _run_together(first, given, call, self.bidirectional)
+            arguments = [_arguments_of(self, i, together, rows, stack) for i in together]
+            results = _run_together(first, arguments, call, self.bidirectional)
             last += [(h_n, c_n) if self.mode == "LSTM" else (h_n,) for _, h_n, c_n, *_ in results]
-            rows = torch.cat([output for output, *_ in results], 1) if both else results[-1][0]
+            rows = torch.cat([output for output, *_ in results], 1) if self.bidirectional else results[-1][0]
         states = [of_one_layer(x[0]) if layers == 1 else torch.stack(x) for x in zip(*last, strict=True)]
-        return as_given(input, rows, states, self.batch_first)
+        return from_rows(input, rows, states, self.batch_first)
 
 
 def _launcher(layer: SequenceLayers, call: KernelCall) -> Run:
-    """Launches such calls of any layer.
+    """A function that launches such calls of any layer.
 
-    Autograd keeps it as long as the results, which hooks may keep with a layer: so it holds nothing of this one's.
+    It holds nothing of this layer, as autograd keeps the function for as long as the results, which hooks may keep with
+    the layer.
     """
     bare = object.__new__(SequenceLayers)
     names = "mode", "hidden_size", "num_layers", "bidirectional", "batch_first", "_all_weights", "_forced_path"
@@ -232,7 +234,7 @@ def _launcher(layer: SequenceLayers, call: KernelCall) -> Run:
 
 
 def _at_once(layer: MaskedLayers, call: Call) -> int:
-    """How many directions, or stacked layers, run at the same time, given the call of one."""
+    """How many directions, or stacked layers, run at the same time; `call` is that of a single one."""
     if layer.bidirectional:
         return 2
     if call.packed:
@@ -256,12 +258,12 @@ def _suit_kernels(
     packed: bool,
     autocast: bool,
 ) -> bool:
-    """Whether kernels take these tensors, by autocast converted to what it computes in.
+    """Whether kernels take these tensors, which autocast, if enabled, converts to its dtype.
 
-    Torch's forward raises the errors of all that no layer takes.
+    Torch's forward raises the errors of tensors that no layer takes.
     """
     dtype, device = weights[0].dtype, weights[0].device
-    given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
+    accepted = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
     unbatched = x.dim() == 2 and not packed
     shape = (len(layer._all_weights), *(() if unbatched else (batch,)), layer.hidden_size)
     return (
@@ -269,8 +271,8 @@ def _suit_kernels(
         and (x.dim() == 2 or not packed)
         and x.shape[-1] == layer.input_size
         and len(states) in (0, 2 if layer.mode == "LSTM" else 1)
-        and x.dtype in given
-        and all(state.shape == shape and state.dtype in given for state in states)
+        and x.dtype in accepted
+        and all(state.shape == shape and state.dtype in accepted for state in states)
         and all(weight.dtype == dtype for weight in weights)
         and all(tensor.device == device for tensor in (x, *states, *weights))
         and (dtype == torch.float32 or not autocast)
@@ -285,66 +287,66 @@ def _stack_of(
     resets: Tensor | None,
     call: KernelCall,
 ) -> tuple[Tensor, "_Stack"]:
-    """The input's rows, and all else that the layers are given, as the kernels take it."""
+    """The input's rows, and the layers' other inputs, as the kernels take them."""
     batch, steps, autocast, training, *_ = call
     compiled = torch.compiler.is_compiling()
-    rows, states, resets = in_rows(input, states, resets, layer.batch_first)
+    rows, states, resets = to_rows(input, states, resets, layer.batch_first)
     if layer._buffers:
         weights = weights_of(layer, recurrent=training or not rows.is_cuda or compiled)
     offsets = None
     if isinstance(input, PackedSequence) and (compiled or has_several_lengths(input, batch, steps)):
         offsets = offsets_of(input.batch_sizes, rows.device)
-    begins: list[Tensor | None] = [resets, None]
+    resets_of_directions: list[Tensor | None] = [resets, None]
     if resets is not None and layer.bidirectional:
-        begins[1] = in_reverse_of_rows(resets, offsets, batch)
+        resets_of_directions[1] = in_reverse_of_rows(resets, offsets, batch)
     if autocast is not None:
         rows, *states = (x.to(autocast) for x in (rows, *states))
         weights = [x.to(autocast) for x in weights]
     elif training and not compiled:
-        # Of a parameter itself autograd keeps the object, whose data may be other by the backward.
+        # Autograd saves a parameter as an object, whose `.data` may have been replaced by the time of the backward.
         weights = [x.view_as(x) for x in weights]
-    alone = len(layer._all_weights) == 1  # whose states need no copy, also backward
-    initial: list[Any] = [[x.squeeze(0)] if alone else x.unbind(0) for x in states]
+    single = len(layer._all_weights) == 1  # its states need no copy, nor do their gradients
+    initial: list[Any] = [[x.squeeze(0)] if single else x.unbind(0) for x in states]
     drops = dropout_of(layer) > 0
-    return rows, _Stack(initial, weights, _masks_of(layer), offsets, begins, batch, training, drops)
+    return rows, _Stack(initial, weights, _masks_of(layer), offsets, resets_of_directions, batch, training, drops)
 
 
 def _arguments_of(layer: MaskedLayers, index: int, together: range, rows: Tensor, stack: "_Stack") -> tuple:
-    """The operator's arguments of a layer or direction, of those that run together on these rows."""
-    size, is_first = len(layer._all_weights[0]), index == together.start
+    """The operator's arguments for one of the layers or directions that run together on these rows."""
+    per_layer, is_first = len(layer._all_weights[0]), index == together.start
     h0, c0, *_ = *(state[index] for state in stack.initial), None, None
-    weight_ih, weight_hh, *biases = stack.weights[index * size : (index + 1) * size]
+    weight_ih, weight_hh, *biases = stack.weights[index * per_layer : (index + 1) * per_layer]
     bias_ih, bias_hh = biases or (None, None)
     mask = stack.masks[index] if stack.masks else None
     x: Tensor | None = rows
-    if not (is_first or layer.bidirectional):  # of the layer below only what drops outputs is known
+    if not (is_first or layer.bidirectional):  # its input is yet to be computed: only the dropout is given
         x = F.dropout(rows.new_ones(len(rows), layer.hidden_size), layer.dropout) if stack.drops else None
     reverse = layer.bidirectional and not is_first
-    begins = stack.begins[int(reverse)]
-    tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, stack.offsets, begins
+    resets = stack.resets[int(reverse)]
+    tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, stack.offsets, resets
     return *tensors, stack.batch, layer.mode.lower(), reverse, stack.training, layer._forced_path, len(together)
 
 
 def _run_together(first: int, arguments: list[tuple], call: KernelCall, bidirectional: bool) -> Any:
-    """The operator's results of layers or directions, of which this is the first, given its arguments of each."""
+    """The operator's results for layers or directions that run together, given the number of the first one."""
     several = len(arguments) > 1
     run: Any = recurrent_layers if bidirectional else stacked_layers if several else recurrent_layer
-    given = arguments if several else arguments[0]
+    unpacked = arguments if several else arguments[0]
     if call.prepared is not None:
         if first not in call.prepared:
-            call.prepared[first] = run.prepared(*given)
+            call.prepared[first] = run.prepared(*unpacked)
         run = call.prepared[first]
-    return run(*given) if several else [run(*given)]
+    return run(*unpacked) if several else [run(*unpacked)]
 
 
 class _Stack(NamedTuple):
-    """What all layers and directions of a call are given."""
+    """The inputs of all layers and directions of a call, but for the rows."""
 
-    initial: list[Any]  # h, and an LSTM's c, of each
-    weights: list[Tensor]  # of all, in torch.nn's order
-    masks: list[Tensor | None]  # of each one's recurrent weights; none if nothing is pruned
+    initial: list[Any]  # h, and an LSTM's c: a tensor for each layer and direction
+    weights: list[Tensor]  # of all layers and directions, in torch.nn's order
+    masks: list[Tensor | None]  # of their recurrent weights; empty if nothing is pruned
     offsets: Tensor | None  # of packed sequences of several lengths
-    begins: list[Tensor | None]  # the resets of each direction
+    resets: list[Tensor | None]  # of each direction
     batch: int
     training: bool
-    drops: bool  # whether outputs of all layers but the last are dropped
+    drops: bool  # whether there is dropout between layers

@@ -1,4 +1,4 @@
-"""The forward of ``torch.nn``'s RNN, GRU and LSTM with weights that are passed in, also by episodes."""
+"""``torch.nn``'s own forward of RNN, GRU and LSTM with weights that are passed in, also episode by episode."""
 
 import functools
 import operator
@@ -13,19 +13,19 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.episodes import forward_by_episodes
 from ostinato.kernels.operators.eager import is_differentiated, is_eager
 from ostinato.kernels.persistent.modes import is_pushed_forward
-from ostinato.recurrent.rows import as_given, in_rows
+from ostinato.recurrent.rows import from_rows, to_rows
 from ostinato.states import hidden_of, states_of
 
 _FUNCTIONS = {mode: getattr(torch._VF, mode.lower()) for mode in ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")}
 
 
 class TorchLayers(nn.RNNBase):
-    """``torch.nn``'s forward with weights that are passed in: the module's own list of them can be stale."""
+    """``torch.nn``'s forward with weights that are passed in, as the module's own list of them can be stale."""
 
     def _forward_torch(self, input: Any, hx: Any, weights: list[Tensor]) -> tuple[Any, Any]:
-        """The forward itself, without its slow argument checks if our faster one has passed.
+        """The forward itself, without torch's slow argument checks where a faster check passes.
 
-        Otherwise a copy of the module runs, as it reads the weights from there; compiled, the module itself.
+        Otherwise it runs on a copy of the module, from which it reads the weights, or compiled, on the module itself.
         """
         module = self
         if not torch.compiler.is_compiling():
@@ -34,15 +34,15 @@ class TorchLayers(nn.RNNBase):
                     f"torch.func.jvp cannot take a PackedSequence through {type(self).__name__}, nor resets, whose "
                     "episodes are packed; torch.autograd.forward_ad can"
                 )
-            if hx is not None:  # cuDNN takes no others
+            if hx is not None:  # cuDNN takes contiguous ones only
                 hx = hidden_of([*map(_contiguous, states_of(hx))])
-            if self.mode == "LSTM":  # PyTorch's reads memory that autograd's zero tensors do not have
+            if self.mode == "LSTM":  # torch's LSTM reads its memory, and autograd's zero tensors have none
                 input = _in_memory(input)
             if weights[0].is_cuda and not all(map(operator.is_, weights, self._flat_weights)):
                 _silence_copy_warning()
             if not self.training and weights[0].is_cuda:
                 x = input.data if isinstance(input, PackedSequence) else input
-                if is_differentiated([x, *states_of(hx), *weights]):  # cuDNN has no backward of an evaluation
+                if is_differentiated([x, *states_of(hx), *weights]):  # cuDNN has no backward in evaluation mode
                     module = _copied(self, training=True, dropout=0.0)
             if isinstance(input, Tensor) and _fits(self, input, hx, weights[0]):
                 return module._call_torch(input, hx, weights)
@@ -52,13 +52,14 @@ class TorchLayers(nn.RNNBase):
         return super(TorchLayers, module).forward(input, hx)
 
     def _call_torch(self, input: Tensor, hx: Any, weights: list[Tensor]) -> tuple[Tensor, Any]:
+        """Call torch's function for the layer, given batched tensors that have been checked."""
         lstm = self.mode == "LSTM"
         if hx is None:
             batch = input.shape[0 if self.batch_first else 1]
             zero = input.new_zeros(len(self._all_weights), batch, self.hidden_size)
             hx = (zero, zero) if lstm else zero
-        how = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional, self.batch_first
-        result = _FUNCTIONS[self.mode](input, hx, weights, *how)
+        settings = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional, self.batch_first
+        result = _FUNCTIONS[self.mode](input, hx, weights, *settings)
         return result[0], result[1:] if lstm else result[1]
 
     def _forward_torch_by_episodes(self, input: Any, hx: Any, weights: list[Tensor], resets: Tensor) -> tuple[Any, Any]:
@@ -78,16 +79,17 @@ class TorchLayers(nn.RNNBase):
         states = states_of(hx)
         lead = (len(self._all_weights), *(() if unbatched else (int(batch_sizes[0]),)))
         if any(state.shape != (*lead, size) for state, size in zip(states, state_sizes(self), strict=False)):
-            return self._forward_torch(input, hx, weights)  # which raises
+            return self._forward_torch(input, hx, weights)  # which raises the error
 
         def forward(packed: PackedSequence, states: list[Tensor]) -> tuple[Any, list[Tensor]]:
             output, last = self._forward_torch(packed, hidden_of(states), weights)
             return output, states_of(last)
 
-        rows, states, begins = in_rows(input, states, resets, self.batch_first)
+        rows, states, resets_of_rows = to_rows(input, states, resets, self.batch_first)
         directions = 2 if self.bidirectional else 1
-        output, last = forward_by_episodes(forward, rows, states, batch_sizes, cast(Tensor, begins), directions)
-        return as_given(input, output, last, self.batch_first)
+        episode_starts = cast(Tensor, resets_of_rows)
+        output, last = forward_by_episodes(forward, rows, states, batch_sizes, episode_starts, directions)
+        return from_rows(input, output, last, self.batch_first)
 
     def flatten_parameters(self) -> None:
         """Put the weights into one buffer for cuDNN; see :func:`flatten_weights`."""
@@ -95,7 +97,7 @@ class TorchLayers(nn.RNNBase):
 
 
 def _check_packed(layer: nn.RNNBase, input: PackedSequence, hx: Any) -> None:
-    """What ``torch.nn.LSTM`` leaves out, whose kernels then read beyond the ends of tensors."""
+    """Check what ``torch.nn.LSTM`` does not, so that its kernels do not read out of bounds."""
     if hx is None:
         layer.check_input(input.data, input.batch_sizes)
     else:
@@ -103,21 +105,21 @@ def _check_packed(layer: nn.RNNBase, input: PackedSequence, hx: Any) -> None:
 
 
 def _copied(layer: TorchLayers, **attributes: Any) -> TorchLayers:
-    """The same module but for these attributes."""
+    """A shallow copy of the module with some attributes replaced."""
     module = object.__new__(type(layer))
     module.__dict__.update(layer.__dict__, **attributes)
     return module
 
 
 def takes_as_they_are(layer: nn.RNNBase, input: Tensor, states: list[Tensor], weights: list[Tensor]) -> bool:
-    """Whether :meth:`_call_torch` takes batched tensors that fit, and so all like them."""
-    if weights[0].is_cuda and not all(map(operator.is_, weights, layer._flat_weights)):  # they are copied
+    """Whether :meth:`_call_torch` takes these batched tensors, of the right sizes, and so all like them."""
+    if weights[0].is_cuda and not all(map(operator.is_, weights, layer._flat_weights)):  # cuDNN would copy them
         return False
     return is_eager([input, *states, *weights]) and all(state.is_contiguous() for state in states)
 
 
 def _fits(layer: nn.RNNBase, input: Tensor, hx: Any, weight: Tensor) -> bool:
-    """Whether the input and the states, if there are any, are batched and of the layer's dtype and sizes."""
+    """Whether the input and any states are batched, and of the layer's dtype and sizes."""
     shape = input.shape
     if input.dtype is not weight.dtype or layer.proj_size or len(shape) != 3 or shape[2] != layer.input_size:
         return False
@@ -130,17 +132,17 @@ def _fits(layer: nn.RNNBase, input: Tensor, hx: Any, weight: Tensor) -> bool:
 
 
 def state_sizes(layer: nn.RNNBase) -> tuple[int, int]:
-    """The channels of h and of an LSTM's c."""
+    """The sizes of h and of an LSTM's c."""
     return layer.proj_size or layer.hidden_size, layer.hidden_size
 
 
 def flatten_weights(layer: nn.RNNBase) -> None:
-    """``torch.nn``'s ``flatten_parameters``, for bfloat16 too: weights apart are copied by cuDNN at every call."""
+    """``torch.nn``'s ``flatten_parameters``, for bfloat16 too: cuDNN copies separate weights at every call."""
     nn.RNNBase.flatten_parameters(layer)
     weights: list[Any] = layer._flat_weights
     if len(weights) != len(layer._flat_weights_names) or not all(_is_bfloat16_of_cudnn(weight) for weight in weights):
         return
-    if len({weight.data_ptr() for weight in weights}) < len(weights):  # shared ones cannot lie in several places
+    if len({weight.data_ptr() for weight in weights}) < len(weights):  # shared weights cannot be in several places
         return
     first = len(layer._all_weights[0]), layer.input_size, get_cudnn_mode(layer.mode), layer.hidden_size
     rest = layer.proj_size, layer.num_layers, layer.batch_first, bool(layer.bidirectional)
@@ -153,7 +155,7 @@ def _is_bfloat16_of_cudnn(weight: Any) -> bool:
 
 
 def _left_as_it_is() -> None:
-    """In place of ``torch.nn``'s, which would make the list of the weights of a call anew."""
+    """Replaces ``torch.nn``'s ``_update_flat_weights``, which would overwrite the list of a call's weights."""
 
 
 @functools.cache
@@ -163,17 +165,18 @@ def _silence_copy_warning() -> None:
 
 
 def _contiguous(state: Tensor) -> Tensor:
-    # No other tensor is called `state`: ``torch.jit.trace`` numbers those of one name, but not the same way twice, and
-    # then says that its check has failed.
+    # No other tensor is named `state`: ``torch.jit.trace`` numbers tensors of one name, but not the same way twice, and
+    # then reports that its check has failed.
     return _in_memory(state).contiguous()
 
 
 def _in_memory(x: Any) -> Any:
+    """The tensor, copied if it is one of autograd's zero tensors, which have no memory."""
     return x.clone() if isinstance(x, Tensor) and x._is_zerotensor() else x
 
 
 def check_hidden(name: str, hx: Any, lstm: bool) -> None:
-    """Raise TypeError unless `hx` is None, or a tensor, or of an LSTM two of them."""
+    """Raise TypeError unless `hx` is None, a tensor or, for an LSTM, a pair of tensors."""
     if hx is None or (isinstance(hx, Tensor) and not lstm):
         return
     if not (lstm and isinstance(hx, (tuple, list)) and len(hx) == 2 and all(isinstance(x, Tensor) for x in hx)):

@@ -1,4 +1,4 @@
-"""The parameters of RNN, GRU and LSTM, as they are at a call, with their masks."""
+"""The parameters of RNN, GRU and LSTM at the time of a call, with their masks."""
 
 import functools
 import operator
@@ -20,7 +20,7 @@ from ostinato.recurrent.torch_layers import TorchLayers
 class MaskedLayers(FreesGraphs, TorchLayers):
     """Adds masks to ``torch.nn``'s layers.
 
-    Every call reads the current parameters: ``torch.nn``'s own list of them can be stale.
+    Every call reads the current parameters, as ``torch.nn``'s own list of them can be stale.
     """
 
     weight_ih_l0: Tensor
@@ -28,15 +28,15 @@ class MaskedLayers(FreesGraphs, TorchLayers):
     _forced_path: KernelPath | None = None  # the only kernel to consider for a sequence; None for the fastest
 
     def extra_repr(self) -> str:
-        """``torch.nn``'s, and what share of the pruned matrices is kept."""
-        shown = super().extra_repr()
+        """``torch.nn``'s, and the fraction of the pruned matrices' weights that is kept."""
+        text = super().extra_repr()
         if any(mask.is_meta for mask in self.buffers()):
-            return shown
+            return text
         kept, weights = kept_weights(self)
-        return f"{shown}, pruned to {kept / weights:.0%}" if weights else shown
+        return f"{text}, pruned to {kept / weights:.0%}" if weights else text
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Register the mask buffers of a pruned layer, which a new one lacks."""
+        """Load, after registering the mask buffers of a pruned layer, which a new layer lacks."""
         for name in self._flat_weights_names:
             if "weight" in name and prefix + mask_name(name) in state_dict and mask_of(self, name) is None:
                 self.register_buffer(mask_name(name), torch.ones_like(getattr(self, name), dtype=torch.bool))
@@ -48,7 +48,7 @@ class MaskedLayers(FreesGraphs, TorchLayers):
         _keep_pruned_of(self)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
-        """``torch.nn``'s, which may be told to swap parameters, and cannot while there are weak references to them."""
+        """``torch.nn``'s; meanwhile weak references to parameters, which keep it from swapping these, are dropped."""
         for name in self._flat_weights_names:
             if mask_of(self, name) is not None:
                 forget_pruned(self, name)
@@ -58,53 +58,55 @@ class MaskedLayers(FreesGraphs, TorchLayers):
             _keep_pruned_of(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """``torch.nn``'s, which puts a parameter into its list, but leaves the reference to the one before."""
+        """``torch.nn``'s, which updates its list of parameters, but not its weak references to these."""
         super().__setattr__(name, value)
         if isinstance(value, nn.Parameter):
-            names, references = (self.__dict__.get(own, []) for own in ("_flat_weights_names", "_flat_weight_refs"))
+            names, references = (self.__dict__.get(key, []) for key in ("_flat_weights_names", "_flat_weight_refs"))
             if name in names and len(references) == len(names):
                 references[names.index(name)] = weakref.ref(value)
 
 
 def _keep_pruned_of(layer: MaskedLayers) -> None:
-    """Have optimisers keep pruned weights at zero whose parameters are new: compiled calls do not see to it."""
+    """Have optimisers keep the pruned weights of new parameters at zero, which compiled calls do not ensure."""
     for name in layer._flat_weights_names:
         if mask_of(layer, name) is not None:
             keep_pruned(layer, name)
 
 
 def unmasked_weights(layer: MaskedLayers) -> list[Tensor]:
-    """All parameters in torch.nn's order, or the list that was put into their place."""
-    own: Any = layer._parameters  # faster than getattr, which also finds parametrized ones
-    weights = [x if (x := own.get(name)) is not None else _other(layer, name) for name in layer._flat_weights_names]
+    """All parameters in torch.nn's order, or the tensors that were listed in their place."""
+    named: Any = layer._parameters  # faster than getattr, which also finds parametrized ones
+    names = layer._flat_weights_names
+    weights = [x if (x := named.get(name)) is not None else _not_a_parameter(layer, name) for name in names]
     if all(map(operator.is_, weights, layer._flat_weights or ())):
         return weights
     return _listed(layer, weights)
 
 
-def _other(layer: MaskedLayers, name: str) -> Tensor:
+def _not_a_parameter(layer: MaskedLayers, name: str) -> Tensor:
+    """A weight that is another attribute, or if there is none, the tensor that was listed in its place."""
     try:
-        found: Any = getattr(layer, name)
-    except AttributeError:  # deleted: what was listed in its place counts, but not the parameter itself
+        weight: Any = getattr(layer, name)
+    except AttributeError:  # deleted: a tensor listed in its place counts, but not the deleted parameter itself
         index = layer._flat_weights_names.index(name)
         listed, references = layer._flat_weights or [], layer._flat_weight_refs
         if index >= min(len(listed), len(references)):
             raise
-        found, reference = listed[index], references[index]
-        if reference is None or reference() is found:
+        weight, reference = listed[index], references[index]
+        if reference is None or reference() is weight:
             raise
-    check_tensor(name, found)
-    return found
+    check_tensor(name, weight)
+    return weight
 
 
 def _listed(layer: MaskedLayers, weights: list[Tensor]) -> list[Tensor]:
-    """The tensors in ``_flat_weights``, where a subclass or a caller has put others there; else `weights`.
+    """The tensors in ``_flat_weights`` where a subclass or a caller has put others there, else `weights`.
 
-    They count, as in ``torch.nn``, while the parameters are those of which the module made its own list.  Otherwise
-    it is that list, and old: parameters were replaced without it, or are computed at each read.  A subclass that
-    computes the list, not the parameters, does so anew.
+    As in ``torch.nn``, they count as long as the parameters are those from which the module made the list.  Otherwise
+    the list is stale: parameters were replaced without it, or are computed at each access.  A subclass that computes
+    the list, not the parameters, then computes it again.
     """
-    if not _is_list_of(layer, weights):
+    if not _listed_from(layer, weights):
         if not computes_list(layer):
             return weights
         layer._init_flat_weights()
@@ -112,8 +114,8 @@ def _listed(layer: MaskedLayers, weights: list[Tensor]) -> list[Tensor]:
     return list(listed)
 
 
-def _is_list_of(layer: MaskedLayers, weights: list[Tensor]) -> bool:
-    """Whether the module made its list of these, which it holds unless others were put into their place."""
+def _listed_from(layer: MaskedLayers, weights: list[Tensor]) -> bool:
+    """Whether the module made its list from these weights, even if some have been replaced there since."""
     listed: list[Any] = layer._flat_weights
     references = layer._flat_weight_refs
     if not len(weights) == len(listed) == len(references) or not all(isinstance(x, Tensor) for x in listed):
@@ -125,12 +127,12 @@ def _is_list_of(layer: MaskedLayers, weights: list[Tensor]) -> bool:
 
 
 def computes_list(layer: MaskedLayers) -> bool:
-    """Whether a subclass makes the list of other tensors than the parameters, as adapters of low rank are added."""
+    """Whether a subclass lists other tensors than the parameters, such as their sums with low-rank adapters."""
     return type(layer)._init_flat_weights is not nn.RNNBase._init_flat_weights
 
 
 def check_shapes(layer: MaskedLayers, weights: list[Tensor]) -> None:
-    """Raise ValueError for a parameter of another shape, or one too many or too few, than the attributes say."""
+    """Raise ValueError unless the parameters' number and shapes are those that the attributes imply."""
     directions = 2 if layer.bidirectional else 1
     sizes = layer.input_size, layer.hidden_size, layer.proj_size, layer.num_layers, directions, layer.bias
     shapes = _shapes_of(layer.mode, *sizes)
@@ -149,9 +151,9 @@ def check_shapes(layer: MaskedLayers, weights: list[Tensor]) -> None:
 
 
 def weights_of(layer: MaskedLayers, recurrent: bool = True) -> list[Tensor]:
-    """All parameters in torch.nn's order, with zeros where pruned.
+    """All parameters in torch.nn's order, with zeros where they are pruned.
 
-    Unless ``recurrent``, pruned recurrent weights are returned as they are, for kernels that read only the others.
+    Unless ``recurrent``, recurrent weights are returned unmasked, for kernels that read only those that are kept.
 
     Raises ValueError for a parameter of another shape.
     """
@@ -175,5 +177,5 @@ def _computed_shapes(
 ) -> list[tuple[int, ...]]:
     rows, output = GATES[mode.lower()] * hidden_size, proj_size or hidden_size
     widths = [input_size] * directions + [directions * output] * (directions * (layers - 1))
-    others = (rows, output), *([(rows,)] * 2 if bias else ()), *([(proj_size, hidden_size)] if proj_size else ())
-    return [shape for width in widths for shape in ((rows, width), *others)]
+    rest = (rows, output), *([(rows,)] * 2 if bias else ()), *([(proj_size, hidden_size)] if proj_size else ())
+    return [shape for width in widths for shape in ((rows, width), *rest)]

@@ -9,7 +9,7 @@ from comparisons import same_bits
 from ostinato.kernels.persistent import cpu
 from ostinato.kernels.persistent.cpu.step_matrices import MOST_SEQUENCES
 from ostinato.kernels.persistent.plan import GATES
-from ostinato.recurrent.cells import by_cells
+from ostinato.recurrent.cells import step_by_cells
 from recurrent_layers import flat
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6}
@@ -40,7 +40,7 @@ def step_of(cell, x, states):
 
 def cells_of(cell, states):
     layers, batch, units = states[0].shape
-    return by_cells(cell.upper(), layers, (batch, units), (layers, batch, units))
+    return step_by_cells(cell.upper(), layers, (batch, units), (layers, batch, units))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
