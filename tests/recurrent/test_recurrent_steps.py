@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import ostinato
 from comparisons import same_bits
@@ -244,6 +245,22 @@ def test_many_gradients_of_one_step_at_once(cell):
         theirs = torch.autograd.grad(expected, list(other.parameters()), rows[row], retain_graph=True)
         for found, one in zip(ours, theirs, strict=True):
             torch.testing.assert_close(found[row], one, rtol=0, atol=1e-12)
+
+
+@by("as planned")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("cell", CELLS)
+def test_one_step_in_a_checkpoint(cell, reentrant):
+    """One that is not reentrant lets the backward read what was saved only once."""
+    layer, x = make(cell, 5, 4), torch.randn(2, 5, requires_grad=True)
+    leaves, grads = [x, *layer.parameters()], []
+    for y in (layer.step(x)[0], checkpoint(lambda x: layer.step(x)[0], x, use_reentrant=reentrant)):
+        assert reentrant or type(y.grad_fn).__name__.startswith("_Differentiable")
+        for leaf in leaves:
+            leaf.grad = None
+        y.square().sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    assert same_bits(*grads)
 
 
 @by("as planned")
