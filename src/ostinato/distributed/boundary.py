@@ -44,10 +44,10 @@ class Boundary:
         self.head = self.tail = slice(0, steps.length)  # steps of the entering sequence, and of the leaving one
         self.reach = 0
 
-    def of(self, inputs: tuple[Tensor | None, ...]) -> "Boundary":
+    def with_inputs(self, inputs: tuple[Tensor | None, ...]) -> "Boundary":
         """A copy with other inputs; with none, it can be saved for the backward without holding their memory."""
         other = copy.copy(self)
-        other.steps = self.steps.of(inputs)
+        other.steps = self.steps.with_inputs(inputs)
         return other
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -86,10 +86,10 @@ class Boundary:
         _, tail = self.ends()  # gradients are linear: the contribution of the incoming one is added
         states, last = steps.by_batch(h), steps.part(tail)
         before = states[:, tail.stop if steps.reverse else tail.start - 1]
-        _, *more = last.run_backward(steps.by_batch(states[:, tail]).contiguous(), before, None, incoming)
-        for grad, rest in zip(steps.of(tuple(grads)).part(tail).inputs, more, strict=True):
-            if grad is not None and rest is not None:
-                grad += rest
+        _, *grads_tail = last.run_backward(steps.by_batch(states[:, tail]).contiguous(), before, None, incoming)
+        for grad, addend in zip(steps.with_inputs(tuple(grads)).part(tail).inputs, grads_tail, strict=True):
+            if grad is not None and addend is not None:
+                grad += addend
         return grad_h0, *grads
 
     def run_differentiable(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -150,10 +150,10 @@ class Boundary:
         self, span: slice, compose: Callable[[slice], tuple[Tensor, Tensor]], ring: Semiring, reverse: bool
     ) -> tuple[Tensor, Tensor]:
         """P and L of a span of the steps, chunk by chunk to bound the temporary memory."""
-        begins = range(span.start, span.stop, self.steps.largest_chunk)
+        starts = range(span.start, span.stop, self.steps.largest_chunk)
         P = L = None
-        for begin in reversed(begins) if reverse else begins:
-            chunk = slice(begin, min(begin + self.steps.largest_chunk, span.stop))
+        for start in reversed(starts) if reverse else starts:
+            chunk = slice(start, min(start + self.steps.largest_chunk, span.stop))
             next_P, next_L = (self.widened(x) for x in compose(chunk))
             if P is None or L is None:
                 P, L = next_P, next_L
@@ -191,9 +191,9 @@ class Boundary:
 
     def exchange_differentiable(self, initial: Tensor, P: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`exchange`, differentiable."""
-        mine = (P, L, *self.resets_in(self.tail))
-        gathered = Gathered.apply(torch.cat([x.to(P.dtype) for x in mine], 1), self.group)
-        return self.enter(initial, *gathered.split([x.shape[1] for x in mine], -1))
+        local = (P, L, *self.resets_in(self.tail))
+        gathered = Gathered.apply(torch.cat([x.to(P.dtype) for x in local], 1), self.group)
+        return self.enter(initial, *gathered.split([x.shape[1] for x in local], -1))
 
     def enter(self, initial: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         """The carry and the last state, from all processes' P and L, (R, B, D)."""
@@ -241,7 +241,7 @@ class _Sharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, boundary: Boundary, h0: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         h, h_last, carry = boundary.forward(h0)
-        ctx.boundary = boundary.of(())
+        ctx.boundary = boundary.with_inputs(())
         ctx.save_for_backward(h0, h, carry, *inputs)
         ctx.set_materialize_grads(False)
         return h, h_last
@@ -249,7 +249,7 @@ class _Sharded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor | None, grad_last: Tensor | None) -> Gradients:
         h0, h, carry, *inputs = ctx.saved_tensors
-        boundary = ctx.boundary.of(tuple(inputs))
+        boundary = ctx.boundary.with_inputs(tuple(inputs))
         grad_h = torch.zeros_like(h) if grad_h is None else grad_h
         if torch.is_grad_enabled():
             wanted = [x for x in (h0, *inputs) if x is not None and x.requires_grad]
@@ -257,8 +257,8 @@ class _Sharded(torch.autograd.Function):
             grad_last = torch.zeros_like(results[1]) if grad_last is None else grad_last
             grads = iter(torch.autograd.grad(results, wanted, (grad_h, grad_last), create_graph=True))
             return None, *(next(grads) if x is not None and x.requires_grad else None for x in (h0, *inputs))
-        grad_h0, *of_inputs = boundary.backward(h0, h, carry, grad_h, grad_last)
-        return None, None if h0 is None else grad_h0, *of_inputs
+        grad_h0, *grads_inputs = boundary.backward(h0, h, carry, grad_h, grad_last)
+        return None, None if h0 is None else grad_h0, *grads_inputs
 
 
 def can_test(steps: int, device: torch.device) -> bool:

@@ -58,9 +58,9 @@ class Shared(torch.autograd.Function):
 def gather(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Each tensor of all processes, (R, ...), by one all-gather in the widest dtype."""
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
-    mine = torch.cat([x.to(dtype).flatten() for x in tensors])
-    gathered = mine.new_empty(group.size() * len(mine))
-    _all_gather(gathered, mine, group=group)
+    local = torch.cat([x.to(dtype).flatten() for x in tensors])
+    gathered = local.new_empty(group.size() * len(local))
+    _all_gather(gathered, local, group=group)
     parts = gathered.view(group.size(), -1).split([x.numel() for x in tensors], 1)
     return tuple(part.reshape(len(part), *x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True))
 

@@ -70,7 +70,7 @@ class Steps(ABC):
 
     # What all kinds share.
 
-    def of(self, inputs: tuple[Tensor | None, ...]) -> Self:
+    def with_inputs(self, inputs: tuple[Tensor | None, ...]) -> Self:
         """A copy with other inputs; with none, it can be kept without holding their memory."""
         other = copy.copy(self)
         other.inputs = inputs
@@ -78,7 +78,7 @@ class Steps(ABC):
 
     def sliced(self, take: Callable[[Tensor, int], Tensor]) -> Self:
         """A copy with some of the steps, which ``take`` takes from each tensor, given its dimension of time."""
-        other = self.of(tuple(x if x is None or x.dim() < 3 else take(x, self.time) for x in self.inputs))
+        other = self.with_inputs(tuple(x if x is None or x.dim() < 3 else take(x, self.time) for x in self.inputs))
         other.resets = None if self.resets is None else take(self.resets, 1)
         return other
 
