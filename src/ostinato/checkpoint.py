@@ -69,7 +69,7 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
     tensors |= {f"training.{name}": tensor for name, tensor in checkpoint.training_tensors.items()}
     gathered = {}
     for name, tensor in tensors.items():
-        tensor = whole(tensor)  # one at a time: no other process keeps it
+        tensor = whole(tensor)  # one at a time, which the other processes then free
         if is_first():
             gathered[name] = tensor.cpu().contiguous()
     if not is_first():
@@ -114,7 +114,7 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
     try:
         settings, training = json.loads(metadata["model"]), json.loads(metadata["training"])
         vocabulary = Vocabulary(json.loads(metadata["vocabulary"]))
-        model = _without_memory(settings, len(tensors))
+        model = _on_meta_device(settings, len(tensors))
     except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: expected a checkpoint's settings and vocabulary; {error}") from None
     if not isinstance(training, dict):
@@ -135,19 +135,19 @@ def _check_weights(path: Path | str, model: LanguageModel, weights: dict[str, Te
     masks = {name: name.replace(".mask_", ".weight_") for name in weights if ".mask_" in name}
     expected |= {name: expected[weight] for name, weight in masks.items() if weight in expected}
     for name in sorted(expected.keys() | weights.keys()):
-        found = tuple(weights[name].shape) if name in weights else None
-        if found != expected.get(name):
+        actual = tuple(weights[name].shape) if name in weights else None
+        if actual != expected.get(name):
             raise ValueError(
                 f"{path}: expected the weights of a model with {model.settings}; "
-                f"{name} should be {expected.get(name, 'absent')} and is {found or 'absent'}"
+                f"{name} should be {expected.get(name, 'absent')} and is {actual or 'absent'}"
             )
         dtype, kind = weights[name].dtype, "bool" if name in masks else "floating-point"
         if not (dtype == torch.bool if name in masks else dtype.is_floating_point):
             raise ValueError(f"{path}: expected {name} to be {kind}; got {dtype}")
 
 
-def _without_memory(settings: dict[str, Any], tensors: int) -> LanguageModel:
-    """The model, on "meta", as a damaged file may declare one that is larger than the machine."""
+def _on_meta_device(settings: dict[str, Any], tensors: int) -> LanguageModel:
+    """The model on the meta device, as a damaged file may declare one that is larger than the memory."""
     num_layers = settings.get("num_layers", 0)
     if num_layers > tensors:
         raise ValueError(f"num_layers is {num_layers} in a file of {tensors} tensors")
@@ -157,13 +157,13 @@ def _without_memory(settings: dict[str, Any], tensors: int) -> LanguageModel:
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     if path.is_dir():
-        held = ", ".join(sorted(file.name for file in path.glob("*.safetensors")))
-        raise IsADirectoryError(f"{path}: expected a checkpoint; got a folder{held and ' with '}{held}")
+        files = ", ".join(sorted(file.name for file in path.glob("*.safetensors")))
+        raise IsADirectoryError(f"{path}: expected a checkpoint; got a folder{files and ' with '}{files}")
     path.open("rb").close()  # for an OSError that names the file
     try:
         with safe_open(path, "pt") as file:
             return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:  # an OSError of what cannot be mapped into memory, as a pipe
+    except (SafetensorError, OSError) as error:  # OSError: a pipe, say, cannot be mapped into memory
         raise ValueError(f"{path}: expected a whole safetensors file; {error}") from None
 
 

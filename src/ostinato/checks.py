@@ -1,4 +1,4 @@
-"""Checks of arguments: an error names the argument, what it must be, and what came.
+"""Checks of arguments, whose errors name the argument, what it must be, and what was passed.
 
 TypeError: an object of the wrong type, or a tensor of the wrong dtype or layout.  ValueError: a wrong value, shape or
 device.
@@ -21,11 +21,11 @@ ONE_STEP = "(B, input_size) or (input_size,)"  # the shape of an input of one st
 def check_integers(least: int | None = None, /, **numbers: int) -> None:
     """Raise TypeError unless all are integers, ValueError for one below ``least`` or that PyTorch cannot take."""
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):  # of exported programs
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):  # the latter in exported programs
             raise TypeError(f"{name} must be an int; got {type(value).__name__}")
         if least is not None and value < least:
             raise ValueError(f"{name} must be at least {least}; got {value}")
-        if not torch.compiler.is_compiling() and value >= 1 << 63:  # which would be a bound of the program
+        if not torch.compiler.is_compiling() and value >= 1 << 63:  # a compiled program would keep this as a bound
             raise ValueError(f"{name} must be below 2**63; got {value}")
 
 
@@ -78,7 +78,7 @@ def check_unsharded(caller: str, sequence_group: object) -> None:
 
 
 def check_resets(resets: object, name: str, x: Tensor) -> None:
-    """Raise TypeError or ValueError unless they are a bool tensor over the steps of the input, on its device."""
+    """Raise TypeError or ValueError unless `resets` is a bool tensor over the steps of the input, on its device."""
     if not isinstance(resets, Tensor) or resets.dtype != torch.bool:
         raise TypeError(f"resets must be a bool tensor; got {describe(resets)}")
     if resets.shape != x.shape[:-1]:
@@ -89,12 +89,12 @@ def check_resets(resets: object, name: str, x: Tensor) -> None:
 
 
 def check_packed(packed: PackedSequence, hx: object = None) -> int:
-    """How many sequences are packed.
+    """The number of packed sequences.
 
-    Raises ValueError unless the sizes fit the rows, by which kernels index these, and the orders fit the sizes.
+    Raises ValueError unless the batch sizes fit the rows, which kernels index by them, and the indices fit the batch.
 
-    Compiled, the sizes are known at run time only, and the error is a RuntimeError.  As no shape can be compared with
-    them, there the initial state, if there is one, says how many sequences it is for, and must be right at run time.
+    In compiled programs the sizes are known only at run time, where the error is a RuntimeError.  Shapes cannot be
+    compared with them, so the number of sequences is that of the initial state, if given, and is checked at run time.
     """
     sizes, rows = packed.batch_sizes, len(packed.data)
     orders = {name: getattr(packed, name) for name in ("sorted_indices", "unsorted_indices")}
@@ -105,7 +105,7 @@ def check_packed(packed: PackedSequence, hx: object = None) -> int:
             if indices is not None:
                 torch._assert_async(sizes[0] == len(indices), f"input.{name} must have an index for each sequence")
         state = hx[0] if isinstance(hx, (tuple, list)) and hx else hx
-        if not (isinstance(state, Tensor) and state.dim() == 3):  # none, or the caller raises
+        if not (isinstance(state, Tensor) and state.dim() == 3):  # there is none, or the caller raises
             return int(sizes[0])
         torch._assert_async(sizes[0] == state.shape[1], "hx must have a state for each sequence of input")
         return state.shape[1]
@@ -117,8 +117,8 @@ def check_packed(packed: PackedSequence, hx: object = None) -> int:
 
 
 def _checked_batch(batch_sizes: Tensor, rows: int) -> int:
-    falls = len(batch_sizes) > 0 and batch_sizes[-1] >= 1 and not (batch_sizes[1:] > batch_sizes[:-1]).any()
-    if not falls or batch_sizes.sum() != rows:
+    is_falling = len(batch_sizes) > 0 and batch_sizes[-1] >= 1 and not (batch_sizes[1:] > batch_sizes[:-1]).any()
+    if not is_falling or batch_sizes.sum() != rows:
         raise ValueError(
             f"input.batch_sizes must be positive, never rise, and add up to its {rows} rows; "
             f"got {shortened(batch_sizes)}"

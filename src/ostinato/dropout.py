@@ -4,7 +4,7 @@ from typing import Protocol
 
 
 class Stacked(Protocol):
-    """Layers that drop outputs in training, as ``torch.nn``'s."""
+    """Stacked layers with dropout between them in training, as ``torch.nn``'s."""
 
     dropout: float
     training: bool
@@ -12,5 +12,5 @@ class Stacked(Protocol):
 
 
 def dropout_of(layers: Stacked) -> float:
-    """The probability with which a call drops outputs of all layers but the last."""
+    """The probability with which a call drops the outputs of each layer but the last."""
     return layers.dropout if layers.training and layers.num_layers > 1 else 0.0

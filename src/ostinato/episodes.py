@@ -1,4 +1,4 @@
-"""Sequences with several episodes: where those begin in reverse, and each by itself for layers without resets."""
+"""Episodes inside sequences: resets for the reverse direction, and for layers without resets each episode alone."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,8 +19,8 @@ def in_reverse(resets: Tensor, batch_first: bool, cu_seqlens: Tensor | None = No
         resets: (B, T), or (T, B) unless ``batch_first``; (1, T) with ``cu_seqlens``.
         cu_seqlens: (N + 1,), the bounds of N sequences one after the other, none of them empty.
     """
-    begins = F.pad(resets, (0, 1))[:, 1:] if batch_first else F.pad(resets, (0, 0, 0, 1))[1:]
-    return begins if cu_seqlens is None else begins.index_fill(1, cu_seqlens[1:].long() - 1, False)
+    shifted = F.pad(resets, (0, 1))[:, 1:] if batch_first else F.pad(resets, (0, 0, 0, 1))[1:]
+    return shifted if cu_seqlens is None else shifted.index_fill(1, cu_seqlens[1:].long() - 1, False)
 
 
 def in_reverse_of_rows(resets: Tensor, offsets: Tensor | None, batch: int) -> Tensor:
@@ -31,10 +31,10 @@ def in_reverse_of_rows(resets: Tensor, offsets: Tensor | None, batch: int) -> Te
 class Episodes(NamedTuple):
     """The episodes of some sequences as a PackedSequence, longest first."""
 
-    rows: Tensor  # the row in the sequences of each row of the episodes
+    rows: Tensor  # for each row of the episodes, the row of the sequences that it is
     batch_sizes: Tensor  # (steps of the longest,), on the CPU
     first: Tensor  # (B,): the first episode of each sequence
-    last: Tensor
+    last: Tensor  # (B,): the last one
 
 
 def cut(batch_sizes: Tensor, resets: Tensor) -> Episodes:
@@ -75,7 +75,7 @@ def forward_by_episodes(
     episodes = cut(batch_sizes, resets)
     keep = ~resets[: int(batch_sizes[0]), None]
 
-    def of_episodes(state: Tensor) -> Tensor:
+    def to_episodes(state: Tensor) -> Tensor:
         state = state.unflatten(0, (-1, directions))
         zeros = state.new_zeros(state.shape[0], int(episodes.batch_sizes[0]), state.shape[3])
         parts = [zeros.index_copy(1, episodes.first, state[:, 0].where(keep, 0.0))]
@@ -83,11 +83,11 @@ def forward_by_episodes(
             parts.append(zeros.index_copy(1, episodes.last, state[:, 1]))
         return torch.stack(parts, 1).flatten(0, 1)
 
-    def of_sequences(state: Tensor) -> Tensor:
+    def to_sequences(state: Tensor) -> Tensor:
         state = state.unflatten(0, (-1, directions))
         parts = [state[:, 0, episodes.last]] + ([state[:, 1, episodes.first]] if directions == 2 else [])
         return torch.stack(parts, 1).flatten(0, 1)
 
     packed = PackedSequence(x[episodes.rows], episodes.batch_sizes)
-    output, last = forward(packed, [of_episodes(state) for state in states])
-    return output.data[episodes.rows.argsort()], [of_sequences(state) for state in last]
+    output, last = forward(packed, [to_episodes(state) for state in states])
+    return output.data[episodes.rows.argsort()], [to_sequences(state) for state in last]

@@ -10,8 +10,8 @@ def portable() -> AbstractContextManager[None]:
 
     A program that ``torch.export.export`` traces in the block holds PyTorch's loop over time in place of the operators
     ``ostinato::...``, which run in this library's kernels and only where it is imported.  It can be saved, loaded,
-    decomposed and compiled without this library; batch and time may be dynamic.  Every layer and scan takes one step
-    after the other, minimal layers too.
+    decomposed and compiled without this library; batch and time may be dynamic.  In it every layer and scan, minimal
+    layers too, runs step by step.
 
     ``torch.onnx.export(..., dynamo=True)`` needs no such block: ONNX's own RNN, GRU and LSTM take the layers' places,
     its Scan those of scans and minimal layers.

@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, into folders that nobody else writes to."""
+"""Writes files whole or not at all, and locks folders."""
 
 import errno
 import os
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# What the names of temporary folders begin with: hidden, so that nobody takes them for theirs; with the machine's name,
-# as on a shared file system the locks of other machines may not be seen.
+# The prefix of temporary folders.  They are hidden, so that nobody takes them for their own, and have the machine's
+# name, as on a shared file system the locks of other machines may not be visible.
 _TEMPORARY = f".ostinato-{platform.node()}-"
 
 
@@ -19,9 +19,9 @@ _TEMPORARY = f".ostinato-{platform.node()}-"
 def replacing(path: Path) -> Iterator[Path]:
     """A file to write to, of the same name, which takes the place of ``path`` when the block ends without an error.
 
-    Makes the folder if there is none.  Where ``path`` is a symbolic link, what it leads to is replaced; a stream, which
-    cannot be, gets the content written into it.  A file keeps the permissions of the one before.  An OSError of the
-    block names ``path``.  What killed processes have left half written in the folder is removed.
+    Makes the folder if there is none.  Where ``path`` is a symbolic link, its target is replaced; a stream cannot be
+    replaced, so the content is written into it.  The new file keeps the old one's permissions.  An OSError of the block
+    names ``path``.  Half-written files that killed processes have left in the folder are removed.
 
     >>> with replacing(Path("table.json")) as temporary:  # doctest: +SKIP
     ...     temporary.write_text("{}")
@@ -51,7 +51,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether there is something at ``path`` to write into that is no file: a FIFO, a device, a socket."""
+    """Whether ``path`` is something to write into that is not a regular file: a FIFO, a device, a socket."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
@@ -78,21 +78,21 @@ def check_file(path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold ``folder`` for the block; raises OSError if it is held already, by this process or another.
+    """Lock ``folder`` for the block; raises OSError if it is locked already, by this process or another.
 
-    Where there are no locks a warning says so.
+    Warns where there are no locks.
     """
-    with _lock(folder) as is_held:
-        if is_held is False:
+    with _lock(folder) as is_locked:
+        if is_locked is False:
             raise OSError(f"{folder}: expected a folder that no other process writes to; one does now")
-        if is_held is None:
+        if is_locked is None:
             warnings.warn(f"{folder} cannot be locked here: see to it that no other process writes to it", stacklevel=3)
         yield
 
 
 @contextmanager
 def _lock(folder: Path, wait: bool = False) -> Iterator[bool | None]:
-    """Hold ``folder`` for the block: False if it is held already, None where there are no locks.
+    """Lock ``folder`` for the block: yields False if it is locked already, None where there are no locks.
 
     The lock ends with the process, however that ends.
     """
@@ -103,28 +103,28 @@ def _lock(folder: Path, wait: bool = False) -> Iterator[bool | None]:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        is_held: bool | None = True
+        is_locked: bool | None = True
         try:
             flock(descriptor, LOCK_EX if wait else LOCK_EX | LOCK_NB)
         except BlockingIOError:
-            is_held = False
+            is_locked = False
         except OSError:  # not on this file system
-            is_held = None
-        yield is_held
+            is_locked = None
+        yield is_locked
     finally:
         os.close(descriptor)
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the temporary folders in ``folder`` that nobody holds, but empty ones: these may be about to be held."""
-    with suppress(OSError):  # of a folder that cannot be listed, or that another process removes, too
+    """Remove unlocked temporary folders in ``folder``, except for empty ones, which may be about to be locked."""
+    with suppress(OSError):  # the folder cannot be listed, or another process removes it, too
         for path in folder.iterdir():
             if path.name.startswith(_TEMPORARY):
-                with _lock(path) as is_held:
-                    if is_held and any(path.iterdir()):
+                with _lock(path) as is_locked:
+                    if is_locked and any(path.iterdir()):
                         shutil.rmtree(path, ignore_errors=True)
 
 
 def _target(path: Path) -> Path:
-    """The file that ``path`` stands for: where it leads to, if it is a symbolic link."""
+    """The file that ``path`` stands for: the target, if it is a symbolic link."""
     return path.resolve() if path.is_symlink() else path

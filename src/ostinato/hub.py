@@ -1,10 +1,10 @@
-"""Models on the Hugging Face hub, by its own mixin."""
+"""Saves models for the Hugging Face hub and loads them from it, by the hub's own mixin."""
 
 from typing import Any, NoReturn
 
 
 class _WithoutHub:
-    """In place of the hub's mixin where it is not installed."""
+    """Replaces the hub's mixin where that is not installed."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         super().__init_subclass__()
@@ -36,10 +36,10 @@ _Mixin: Any = _mixin()
 
 
 class HubMixin(_Mixin):
-    """``save_pretrained``, ``from_pretrained`` and ``push_to_hub``: a module's arguments and its weights.
+    """Adds ``save_pretrained``, ``from_pretrained`` and ``push_to_hub`` of a module's arguments and weights.
 
-    The weights are safetensors: unlike the hub's own mixin it takes no pickled ones, and none that are not the model's
-    unless ``strict=False``, and keeps their dtypes.
+    The weights are safetensors.  Unlike the hub's own mixin, it refuses pickled weights and, unless ``strict=False``,
+    weights that are not the model's, and it keeps the weights' dtypes.
     """
 
     def __init_subclass__(cls, **card: Any) -> None:
@@ -47,7 +47,7 @@ class HubMixin(_Mixin):
 
     @classmethod
     def _from_pretrained(cls, *, strict: bool = True, **where: Any) -> Any:
-        return super()._from_pretrained(strict=strict, **where).eval()  # older mixins leave it training
+        return super()._from_pretrained(strict=strict, **where).eval()  # older mixins leave it in training mode
 
     @classmethod
     def _load_as_safetensor(cls, model: Any, model_file: str, *where: Any) -> Any:
@@ -56,7 +56,7 @@ class HubMixin(_Mixin):
         with safe_open(model_file, "pt") as file:
             saved = {*file.keys()}
             for name, parameter in model.named_parameters():
-                if name in saved:  # a made model has PyTorch's default dtype, to which its weights would be rounded
+                if name in saved:  # a new model has PyTorch's default dtype, to which weights would be rounded
                     parameter.data = parameter.data.to(file.get_slice(name)[:0].dtype)
         return super()._load_as_safetensor(model, model_file, *where)
 

@@ -53,12 +53,12 @@ class StackedLayers(FreesGraphs, Generic[State]):
     """Stacked layers in one direction or two, without the computation of a layer.
 
     A subclass defines the shapes of a layer's parameters in :meth:`_parameter_shapes` and its computation in
-    :meth:`_run_layer`.  It keeps arguments of its own as attributes before ``super().__init__``, which draws the
-    parameters.  Names of methods are such that attributes of classes derived by others hardly have them.
+    :meth:`_run_layer`.  It sets attributes for its own arguments before it calls ``super().__init__``, which draws the
+    parameters.  Methods have names that attributes of users' subclasses are unlikely to have.
     """
 
     states = 1  # tensors per state; several are a tuple, as torch.nn.LSTM's
-    settings: tuple[str, ...] = (  # the attributes on which the computation depends, but for parameters
+    settings: tuple[str, ...] = (  # the attributes, besides parameters, on which the computation depends
         *("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", "backend"),
     )
     weight_ih_l0: Tensor
@@ -99,7 +99,7 @@ class StackedLayers(FreesGraphs, Generic[State]):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.reset_parameters()
 
-    __init__.__qualname__ = "__init__"  # in Python's errors, in place of a class that no user wrote
+    __init__.__qualname__ = "__init__"  # Python's errors then do not name a private class
 
     def _shapes_by_name(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all parameters."""
@@ -158,14 +158,14 @@ class StackedLayers(FreesGraphs, Generic[State]):
         """Run the whole sequence; see the class."""
         if is_fx_symbolic_tracing() and (proxy := proxy_among(input, hx, resets)) is not None:
             return node_of(self, StackedLayers.forward, proxy.tracer, input, hx=hx, resets=resets)
-        in_parts, packed = self.sequence_group is not None, isinstance(input, PackedSequence)
-        if in_parts and (packed or (resets is not None and self.bidirectional)):
+        is_sharded, packed = self.sequence_group is not None, isinstance(input, PackedSequence)
+        if is_sharded and (packed or (resets is not None and self.bidirectional)):
             raise ValueError("a sharded sequence cannot be a PackedSequence, nor have resets if bidirectional")
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, resets)
-        alone = resets is None and self._runs_as_step(input)
-        if alone and (found := self._run_cached_step(input.squeeze(int(self.batch_first)), hx)) is not None:
-            return self._step_as_sequence(*found)
+        as_step = resets is None and self._runs_as_step(input)
+        if as_step and (result := self._run_cached_step(input.squeeze(int(self.batch_first)), hx)) is not None:
+            return self._step_as_sequence(*result)
         layout = "(T, B, input_size), (B, T, input_size) if batch_first, or (T, input_size)"
         check_input(input, self.input_size, self._parameter_named("weight_ih_l0"), (2, 3), layout)
         if resets is not None:
@@ -174,14 +174,14 @@ class StackedLayers(FreesGraphs, Generic[State]):
         batch_dim = 0 if self.batch_first else 1
         x = input if batched else input.unsqueeze(batch_dim)
         self._check_given_state(hx, (x.shape[batch_dim],) if batched else ())
-        if alone:
+        if as_step:
             return self._step_as_sequence(*self.step(x.squeeze(int(self.batch_first)), hx))
         if hx is not None and not batched:
             hx = each(lambda state: state.unsqueeze(1), hx)
         if resets is not None and not batched:
             resets = resets.unsqueeze(batch_dim)
-        found = replayed(self, x, hx, resets)
-        output, h_n = self._run_layers(x, hx, None, resets, self.batch_first) if found is None else found
+        result = replayed(self, x, hx, resets)
+        output, h_n = self._run_layers(x, hx, None, resets, self.batch_first) if result is None else result
         return (output, h_n) if batched else (output.squeeze(batch_dim), each(lambda state: state.squeeze(1), h_n))
 
     forward.__qualname__ = "forward"
@@ -191,7 +191,7 @@ class StackedLayers(FreesGraphs, Generic[State]):
         return False
 
     def _step_as_sequence(self, y: Tensor, h_n: Hidden) -> tuple[Tensor, Hidden]:
-        """What a step returns as that of a sequence, whose output and state have memory of their own."""
+        """The results of a step as those of a sequence of one step, whose output and state never share memory."""
         return y.clone().unsqueeze(int(self.batch_first)), h_n
 
     def _forward_packed(
@@ -236,29 +236,29 @@ class StackedLayers(FreesGraphs, Generic[State]):
 
     def _parameter_named(self, name: str) -> Any:
         """The parameter, parametrized or not, or None for an absent bias; faster than ``getattr`` on a module."""
-        found: Any = self._parameters.get(name)
-        if found is None:
-            found = getattr(self, name, None)
+        parameter: Any = self._parameters.get(name)
+        if parameter is None:
+            parameter = getattr(self, name, None)
             if self.bias or not name.startswith("bias"):
-                check_tensor(name, found)
-        return found
+                check_tensor(name, parameter)
+        return parameter
 
     def _parameters_of(self, suffix: str, width: int) -> dict[str, Any]:
         """The parameters of a layer and direction whose input has `width` channels, by name; None for an absent bias.
 
         Raises ValueError for one that was replaced by a tensor of another shape, or is not on the input's device.
         """
-        found, device = {}, self._parameter_named("weight_ih_l0").device
+        parameters, device = {}, self._parameter_named("weight_ih_l0").device
         for name, shape in self._parameter_shapes(width).items():
-            own = f"{name}_{suffix}"
-            found[name] = parameter = self._parameter_named(own)
+            full_name = f"{name}_{suffix}"
+            parameters[name] = parameter = self._parameter_named(full_name)
             if parameter is None:
                 continue
             if parameter.shape != shape:
-                raise ValueError(f"{own} must have shape {shape}; got {tuple(parameter.shape)}")
+                raise ValueError(f"{full_name} must have shape {shape}; got {tuple(parameter.shape)}")
             if parameter.device != device:
-                raise ValueError(f"{own} must be on the device of weight_ih_l0, {device}; got {parameter.device}")
-        return found
+                raise ValueError(f"{full_name} must be on the device of weight_ih_l0, {device}; got {parameter.device}")
+        return parameters
 
     def _state_of_layer(self, hx: Hidden, layer: int) -> Hidden:
         if self.num_layers == 1:
@@ -288,7 +288,7 @@ class StackedLayers(FreesGraphs, Generic[State]):
 
         Args:
             x: the input at this step, (B, input_size) or (input_size,).
-            state: the state so far, (num_layers, B, hidden_size), without B if x has none; zero if absent.
+            state: the state before the step, (num_layers, B, hidden_size), without B if x has none; zero if absent.
 
         Returns:
             y, (B, hidden_size), the last layer's output, and the new state of every layer.  They may share memory:
@@ -311,16 +311,16 @@ class StackedLayers(FreesGraphs, Generic[State]):
         if self.bidirectional:
             raise ValueError("step needs a module that runs forward in time; this one is bidirectional")
         check_unsharded("step", self.sequence_group)
-        found = None if torch.compiler.is_compiling() else self._run_cached_step(x, state)
-        if found is not None:
-            return found
+        result = None if torch.compiler.is_compiling() else self._run_cached_step(x, state)
+        if result is not None:
+            return result
         check_input(x, self.input_size, self._parameter_named("weight_ih_l0"), (1, 2), ONE_STEP, "x")
         batched = x.dim() == 2
         self._check_given_state(state, x.shape[:-1], "state")
         if not batched:
-            x, state = x[None], None if state is None else each(lambda own: own.unsqueeze(1), state)
+            x, state = x[None], None if state is None else each(lambda part: part.unsqueeze(1), state)
         y, new = self._run_step(x, state)
-        return (y, new) if batched else (y[0], each(lambda own: own.squeeze(1), new))
+        return (y, new) if batched else (y[0], each(lambda part: part.squeeze(1), new))
 
     step.__qualname__ = "step"
 
@@ -331,11 +331,11 @@ class StackedLayers(FreesGraphs, Generic[State]):
     def _run_step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """All layers at one step."""
         time = 1 if self.batch_first else 0
-        # With gradients a step comes before the backward of the one before it, whose graph is then in use.
-        found = None if torch.is_grad_enabled() else replayed(self, x.unsqueeze(time), state, None)
-        if found is None:
+        # With gradients a step comes before the backward of the previous one, which still uses the graph's memory.
+        result = None if torch.is_grad_enabled() else replayed(self, x.unsqueeze(time), state, None)
+        if result is None:
             return self._run_in_turn(self._step_of_layer, x, state)
-        return found[0].squeeze(time), found[1]
+        return result[0].squeeze(time), result[1]
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         """The output (B, width) at one step, and the new state."""

@@ -51,7 +51,7 @@ def kept_weights(model: nn.Module) -> tuple[int, int]:
 
 
 def masked(module: nn.Module, name: str, weight: Tensor | None = None) -> Tensor:
-    """The weight, or what is given in its place, with zeros where it is pruned; these get no gradient."""
+    """The parameter called ``name``, or the given weight, with zeros where it is pruned; these get no gradient."""
     weight, mask = getattr(module, name) if weight is None else weight, mask_of(module, name)
     if mask is None:
         return weight
@@ -59,7 +59,7 @@ def masked(module: nn.Module, name: str, weight: Tensor | None = None) -> Tensor
         if not torch.compiler.is_compiling():
             keep_pruned(module, name)
     elif weight.device.type == "cpu" and is_eager([weight, mask]):
-        # Vectorised, unlike torch.where, which here takes longer than a step of the layer.
+        # Vectorised, unlike torch.where, which would take longer than a step of the layer.
         integers = _INTEGERS[weight.itemsize]
         bits = derived_from(mask, integers, lambda: -mask.to(integers))  # all ones where a weight is kept
         return torch.bitwise_and(weight.view(integers), bits).view(weight.dtype)

@@ -35,8 +35,8 @@ CELLS: dict[str, Callable[..., RecurrentLayer]] = {
     for cell in (MinGRU, MinLSTM, GRU, LSTM, HighwayMinGRU, RGLRU, HGRN, LRU, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM)
 }
 
-# A block's state: the last inputs of its convolution, (B, K-1, W), and that of its recurrent layer, (1, B, H), or a
-# pair of them, as of the LSTM.
+# A block's state: the last inputs of its convolution, (B, K-1, W), and the state of its recurrent layer, (1, B, H), or
+# a pair of these, as for the LSTM.
 BlockState = tuple[Tensor, Any]
 State = list[BlockState]
 
@@ -104,7 +104,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def initial_state(self, batch_size: int, like: Tensor) -> BlockState:
-        """Zeros, of a tensor's dtype and device: parameters of this block may be sharded by now."""
+        """Zeros of the dtype and device of `like`: this block's own parameters may be sharded by now."""
         last = like.new_zeros(batch_size, max(self.conv.kernel_size - 1, 0), self.recurrent.input_size)
         hidden = like.new_zeros(1, batch_size, self.recurrent.hidden_size)
         return last, (hidden, hidden) if self.has_pair else hidden
@@ -331,7 +331,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
 
 
 def check_tokens(name: str, tokens: object, shape: str, rank: int) -> None:
-    """Raise TypeError or ValueError unless they are a tensor of integers with as many dimensions."""
+    """Raise TypeError or ValueError unless they are a tensor of integers with `rank` dimensions."""
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be a tensor of torch.int64 or torch.int32; got {describe(tokens)}")
     if tokens.dim() != rank:
@@ -340,7 +340,7 @@ def check_tokens(name: str, tokens: object, shape: str, rank: int) -> None:
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Set a module and all its parts to evaluation, without dropout, and each to its own mode again afterwards."""
+    """Set a module and its submodules to evaluation mode, without dropout, and restore each one's mode afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -360,7 +360,9 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch
         logits = logits.masked_fill(logits < least, float("-inf"))
     # Beyond float32's range a temperature would become 0 or infinity, and some quotients NaN.
     float32 = torch.finfo(torch.float32)
-    temperature = float(min(max(temperature, float32.tiny), float32.max))  # PyTorch takes no large ints, nor fractions
+    temperature = float(
+        min(max(temperature, float32.tiny), float32.max)
+    )  # PyTorch takes neither large ints nor Fractions
     # The largest logit is subtracted first: with a small temperature the quotient could overflow.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]

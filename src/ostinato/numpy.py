@@ -26,8 +26,8 @@ __all__ = ["CUDA_AVAILABLE", "MinGRUCell", "MinGRUCellCUDA", "MinLSTMCell", "Min
 CUDA_AVAILABLE: bool
 
 Array = NDArray[Any]
-# Around what computes: an autocast of the caller's would change the dtype.  torch.autocast takes several times as long.
-_own_dtype = torch._C._DisableAutocast
+# Used around all computation, as the caller's autocast would change dtypes; torch.autocast takes several times as long.
+_without_autocast = torch._C._DisableAutocast
 
 
 def __getattr__(name: str) -> Any:
@@ -148,7 +148,7 @@ class _Cell:
         raise NotImplementedError
 
     def _run(self, function: Callable[[Tensor, Tensor | None], Tensor], x: Array, h: Array | None) -> Array:
-        """Apply a function of tensors on the cell's device, whose states have an axis for layers, to arrays."""
+        """Apply a function of tensors on the cell's device to arrays; its states have an axis for layers."""
         raise NotImplementedError
 
     def _checked(
@@ -170,7 +170,7 @@ class _Cell:
     def _floating(self, name: str, value: ArrayLike) -> Array:
         try:
             array = np.asarray(value)
-        except (RuntimeError, TypeError, ValueError) as error:  # of ragged rows, or a tensor of another kind
+        except (RuntimeError, TypeError, ValueError) as error:  # ragged rows, or a tensor that NumPy cannot convert
             kind = ValueError if isinstance(error, ValueError) else TypeError
             raise kind(f"{name} must be an array of a floating dtype; {error}") from None
         if array.dtype.kind != "f":
@@ -189,19 +189,19 @@ class _CellCPU(_Cell):
 
     def _steps(self, x: Array, h: Array | None) -> Array:
         rows = 1 if x.ndim == 2 else len(x)
-        given = _tensor(x).view(rows, *x.shape[-2:])
+        inputs = _tensor(x).view(rows, *x.shape[-2:])
         state = None if h is None else _tensor(h).view(rows, self.hidden_size)
         layer: Any = self._layer
         weight, bias = layer.weight_ih_l0, layer.bias_ih_l0
         states = np.empty((rows, x.shape[-2], self.hidden_size), self.dtype)
-        with _own_dtype():
+        with _without_autocast():
             for t in range(x.shape[-2]):
-                state = next_state(layer.cell, self.candidate, given[:, t], weight, bias, state)
+                state = next_state(layer.cell, self.candidate, inputs[:, t], weight, bias, state)
                 states[:, t] = state.numpy()
         return states.reshape(*x.shape[:-1], self.hidden_size)
 
     def _run(self, function: Callable[[Tensor, Tensor | None], Tensor], x: Array, h: Array | None) -> Array:
-        with _own_dtype():
+        with _without_autocast():
             return function(_tensor(x), None if h is None else _tensor(h[None])).numpy()
 
 
@@ -231,7 +231,7 @@ class _CellCUDA(_Cell):
         return self._run(steps, x, h)
 
     def _run(self, function: Callable[[Tensor, Tensor | None], Tensor], x: Array, h: Array | None) -> Array:
-        with _own_dtype(), torch.cuda.stream(self._stream):
+        with _without_autocast(), torch.cuda.stream(self._stream):
             states = function(self._to_device(x), None if h is None else self._to_device(h[None]))
             pinned = torch.empty(states.shape, dtype=states.dtype, device="cpu", pin_memory=True)
             pinned.copy_(states, non_blocking=True)
@@ -243,9 +243,10 @@ class _CellCUDA(_Cell):
 
 
 def _tensor(array: Array) -> Tensor:
-    """A tensor of the array's values, of its memory if PyTorch takes that: contiguous and writable.
+    """A tensor of the array's values, in the array's memory if that is contiguous and writable.
 
-    Nothing writes to it here, but PyTorch warns.  A contiguous array may have a negative stride along an axis of 1.
+    Nothing writes to it here, but PyTorch warns of read-only memory.  A contiguous array may have a negative stride
+    along an axis of length 1.
     """
     if not (array.flags.c_contiguous and array.flags.writeable):
         array = np.require(array, requirements=["C", "W"])
@@ -253,7 +254,7 @@ def _tensor(array: Array) -> Tensor:
 
 
 def _read_only(parameter: Tensor) -> Array:
-    """A copy of the values, which stays as it is when they are replaced; writing to it, which does nothing, raises."""
+    """A copy of the values, read-only, as writing to it would not change the parameter."""
     array = parameter.numpy(force=True).copy()
     array.flags.writeable = False
     return array

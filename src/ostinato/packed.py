@@ -13,18 +13,18 @@ def offsets_of(batch_sizes: Tensor, device: torch.device) -> Tensor:
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return constant_offsets(batch_sizes, device)
 
-    def copied() -> Tensor:  # without waiting for the GPU: the driver has read the host's memory when the copy returns
+    def compute() -> Tensor:  # without waiting for the GPU: the driver has read the host's memory when the copy returns
         return F.pad(batch_sizes.cumsum(0, dtype=torch.int32), (1, 0)).to(device, non_blocking=True)
 
     if torch.compiler.is_compiling():
-        return copied()
-    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else None  # another may be ahead of the copy
-    found: Tensor = derived_from(batch_sizes, ("offsets", device, stream), copied, by_value=True)
-    return found
+        return compute()
+    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else None  # another may run ahead of the copy
+    offsets: Tensor = derived_from(batch_sizes, ("offsets", device, stream), compute, by_value=True)
+    return offsets
 
 
 def constant_offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
-    """As :func:`offsets_of`, made of constants, which a CUDA graph can capture, unlike a copy of the host's memory."""
+    """As :func:`offsets_of`, from constants: a CUDA graph can capture these, unlike a copy from the host's memory."""
     parts, first = [], 0
     for batch, steps in zip(
         *(x.tolist() for x in torch.unique_consecutive(batch_sizes, return_counts=True)), strict=True

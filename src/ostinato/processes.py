@@ -1,4 +1,4 @@
-"""The processes of a distributed training: their mesh, the shard of the data of each, and collectives on small data."""
+"""The processes of a distributed training: their mesh, each one's shard of the data, and collectives on small data."""
 
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ class Share(NamedTuple):
 
     @classmethod
     def on(cls, mesh: DeviceMesh | None) -> "Share":
+        """This process's share on a mesh; all rows and steps if there is none."""
         coordinate = None if mesh is None else mesh.get_coordinate()
         if mesh is None or coordinate is None:
             return cls()
@@ -64,14 +65,14 @@ class Share(NamedTuple):
         return self.rows_of * self.steps_of == 1
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum of the processes' tensors."""
+        """The sum of all processes' tensors."""
         if not self.alone:
             tensor = tensor.clone()
             distributed.all_reduce(tensor)
         return tensor
 
-    def of_each(self, tensor: Tensor) -> list[Tensor]:
-        """The processes' tensors, all of one shape, on the CPU."""
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all processes, which are of the same shape and on the CPU."""
         if self.alone:
             return [tensor]
         tensors = [torch.empty_like(tensor) for _ in range(distributed.get_world_size())]
@@ -96,7 +97,7 @@ def is_first() -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor, gathered if it is sharded: then every process must call it."""
+    """The whole tensor, gathered if it is sharded, in which case every process must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -108,7 +109,7 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def all_have(content: bytes) -> bool:
-    """Whether all processes call with the same bytes, of the same number."""
+    """Whether all processes call with the same bytes; their number must be the same."""
     if not distributed.is_initialized():
         return True
     mine = torch.tensor(list(content))
@@ -122,6 +123,6 @@ def agree(steps: int, stop: bool) -> tuple[int, bool]:
     """The first process's number of steps, and whether any process is to stop."""
     if not distributed.is_initialized():
         return steps, stop
-    said = torch.tensor([steps if is_first() else 0, stop])
-    distributed.all_reduce(said, distributed.ReduceOp.MAX)
-    return int(said[0]), bool(said[1])
+    proposed = torch.tensor([steps if is_first() else 0, stop])
+    distributed.all_reduce(proposed, distributed.ReduceOp.MAX)
+    return int(proposed[0]), bool(proposed[1])

@@ -1,4 +1,4 @@
-"""Magnitude pruning of recurrent layers: which weights to keep, and how few at each step of a training."""
+"""Magnitude pruning of recurrent layers: which weights to keep, and what fraction at each step of a training."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -41,22 +41,22 @@ def prune(
 
     Args:
         module: a layer, or a model that contains some.
-        density: the part of the blocks to keep, above 0 and at most 1: for all gates, or for each, in the order of
-            ``torch.nn`` or by name: r, z, n of a GRU, i, f, g, o of an LSTM, h of an RNN.  None prunes what is zero
-            already.
-        block: rows by columns of what is kept or pruned as one: (1, 1), (16, 1) or (8, 4).
-        keep_diagonal: keep every unit's weight to itself as well, beyond the density.  Blocks are then counted and
-            compared without it.
+        density: the fraction of the blocks to keep, above 0 and at most 1: one for all gates, or one for each, in the
+            order of ``torch.nn`` or by name: r, z, n of a GRU, i, f, g, o of an LSTM, h of an RNN.  None prunes what is
+            zero already.
+        block: rows and columns of a block, which is kept or pruned as a whole: (1, 1), (16, 1) or (8, 4).
+        keep_diagonal: also keep every unit's weight to itself, in addition to the density.  Blocks are then counted and
+            compared without these weights.
         input_weights: prune the input weights too, to the same density, in the same blocks.
 
     Returns:
         ``module``, changed in place.
 
     Raises:
-        TypeError: no module, a density that is not a number, a flag that is not a bool, or a layer of a class derived
-            from ``torch.nn``'s own, which cannot become ours.
-        ValueError: no recurrent layer in it, or one on the meta device or sharded, a density, gate or block that does
-            not fit, or an LSTM with ``proj_size``.
+        TypeError: ``module`` is no module, a density is not a number, a flag is not a bool, or a layer is of a class
+            derived from ``torch.nn``'s, which cannot be converted.
+        ValueError: the module has no recurrent layer, or one that is on the meta device, sharded, or an LSTM with
+            ``proj_size``; or a density, gate or block is not valid.
 
     Example:
         >>> import torch, ostinato
@@ -121,7 +121,7 @@ def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial:
     for name, value in {"step": step, "begin": begin, "end": end}.items():
         if not abs(value) < math.inf:
             raise ValueError(f"{name} must be finite; got {value}")
-        if abs(value) >= 1 << 63:  # of which differences and quotients could overflow
+        if abs(value) >= 1 << 63:  # differences and quotients could overflow
             raise ValueError(f"{name} must be below 2**63 in magnitude; got {value}")
     if not begin < end:
         raise ValueError(f"end must come after begin, {begin}; got {end}")
@@ -130,7 +130,7 @@ def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial:
 
 
 def _densities(layer: nn.RNNBase, density: Density | None) -> Sequence[float | None]:
-    """One for each gate."""
+    """The density of each gate, in the order of ``torch.nn``."""
     gates = GATE_NAMES[layer.mode]
     if density is None:
         return [None] * len(gates)
@@ -168,7 +168,7 @@ def _check_layer(layer: nn.RNNBase) -> None:
             f"proj_size must be 0, projections of the hidden state cannot be pruned; got {layer.proj_size}"
         )
     if layer.weight_hh_l0.is_meta:
-        raise ValueError("module must have numbers to keep the largest of; got a layer on the meta device")
+        raise ValueError("module must have weights with values, to keep the largest; got a layer on the meta device")
 
 
 @torch.inference_mode(False)  # masks made in inference mode could not be trained with
@@ -189,9 +189,10 @@ def _prune_weight(
 
 
 def _chosen(weight: Tensor, free: Tensor, densities: Sequence[float | None], block: tuple[int, int]) -> Tensor:
-    """The mask of the blocks to keep, like ``weight``, (gates, R, C); ties go to the earlier block.
+    """The mask of the blocks to keep, shaped as ``weight``, (gates, R, C); ties go to the earlier block.
 
-    Weights that are ``free`` are kept anyway: they add nothing to a block, and one of them alone is none.
+    Weights marked ``free`` are kept in any case.  They do not count in a block's mean, and a block of nothing else does
+    not count as a block.
     """
     sizes = cut((~free).float(), block).sum(3)
     magnitudes = weight.abs().to(torch.promote_types(weight.dtype, torch.float32)).masked_fill(free, 0.0)

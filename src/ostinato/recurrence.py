@@ -25,7 +25,8 @@ from ostinato.replay import recording
 from ostinato.scan import COMPLEX_DTYPES, check_scan, linear_scan
 from ostinato.weighted import run_all_steps
 
-STATES = {"h": 1, "state": 2}  # states, by the name of the first parameter; none, a linear recurrence, for any other
+# The number of states, by the name of the first parameter; none, a linear recurrence, for any other name.
+STATES = {"h": 1, "state": 2}
 OPTIONS = ("weight_hh", "h0", "resets", "reverse", "cu_seqlens", "backend")
 
 
@@ -44,24 +45,24 @@ def recurrence(function: Callable) -> "Recurrence":
     A linear recurrence is an associative scan, see :func:`ostinato.linear_scan`; others run sequentially.  On CPUs and
     NVIDIA GPUs both run in kernels generated from the function and its derivatives, which save only inputs and states;
     elsewhere, and with ``backend="torch"`` and ``"reference"``, the function itself runs in PyTorch.  Channels are
-    independent: what mixes them comes before the recurrence or after, but for the products of a matrix, ``weight_hh``,
-    with the state before each step.  With these, the kernels of :class:`ostinato.LSTM` run the function in place of
-    their own cell on an NVIDIA GPU, and keep the matrix on the chip where it fits.
+    independent: whatever mixes them comes before or after the recurrence, except for the products of a matrix,
+    ``weight_hh``, with the state before each step.  With these, on an NVIDIA GPU, the kernels of
+    :class:`ostinato.LSTM` run the function in place of their own cell, and keep the matrix on the chip where it fits.
 
     The result is called as ``h, h_last = f(*arguments, weight_hh=None, h0=None, resets=None, reverse=False,
     cu_seqlens=None, backend="auto")`` and differentiable in the arguments, ``weight_hh`` and ``h0``.
 
     Args:
-        function: of the state, if any, and of its arguments, each of which is called with a tensor (B, T, D), or
-            (D,), the same for every sequence and step.  It must not depend on their shapes or dtypes, nor branch on
-            their values, nor change them in place.  Kernels are made of it at its first call, so numbers from around it
-            stay what they are then.
+        function: a function of the state, if any, and of its arguments.  A call gives each argument as a tensor, (B, T,
+            D), or (D,) if it is the same for every sequence and step.  The function must not depend on their shapes or
+            dtypes, nor branch on their values, nor change them in place.  Kernels are generated at its first call, so
+            numbers that it reads from outside keep the values that they have then.
 
     Inputs: the ``arguments``, by position or by name, of the dtypes of :func:`ostinato.linear_scan`, complex ones only
-    if the recurrence is linear; those of (B, T, D) are promoted to one dtype, which is the results'.  float16 and
-    bfloat16 are computed in float32.
-    ``weight_hh``, (G * D, D), with a state only: to the first G arguments its products with ``h`` before the step are
-    added, its first D rows' to the first, and so on.  It is rounded to the dtype of the results.
+    if the recurrence is linear.  Those of shape (B, T, D) are promoted to one dtype, which is also that of the results.
+    float16 and bfloat16 are computed in float32.
+    ``weight_hh``, (G * D, D), for recurrences with a state: its products with ``h`` before the step are added to the
+    first G arguments, those of its first D rows to the first argument, and so on.  It is rounded to the results' dtype.
     ``h0``, the initial state, (B, D), a pair of them for two states, zero if absent.
     ``resets``, bool, (B, T): where True, the state is zero before that step, in scan order.
     ``reverse``, ``cu_seqlens`` and ``backend`` as in :func:`ostinato.linear_scan`.
@@ -72,12 +73,12 @@ def recurrence(function: Callable) -> "Recurrence":
     Raises:
         TypeError: a function with ``self``, with parameters that are not positional, or that have a default or an
             option's name; in a call, missing or unknown arguments, one of a wrong type or dtype, a wrong return type of
-            the function, two states that it takes for another number, or ``weight_hh`` without a state.
+            the function, a function that takes its two states for another number, or ``weight_hh`` without a state.
         ValueError: shapes, devices or boundaries that do not match, a function that is not elementwise or has an
             operation that no kernel can be generated for, with its line, or an unknown backend.
-        RuntimeError: the requested backend cannot run here; a CUDA graph captures a call with ``weight_hh`` and
-            ``cu_seqlens`` that were in no call before; a compiler is to make the recurrence, or to take ``cu_seqlens``
-            with ``backend="torch"``.
+        RuntimeError: the requested backend cannot run here; a CUDA graph captures a call with ``weight_hh`` and with
+            ``cu_seqlens`` that no earlier call had; ``torch.compile`` traces the creation of the recurrence, or a call
+            with ``cu_seqlens`` and ``backend="torch"``.
 
     Example:
         >>> import torch, ostinato
@@ -115,10 +116,10 @@ class Recurrence:
     def __init__(self, function: Callable) -> None:
         if not callable(function):
             raise TypeError(f"recurrence takes a function; got {describe(function)}")
-        functools.update_wrapper(self, function, updated=())  # its attributes could be called as methods here are
+        functools.update_wrapper(self, function, updated=())  # its attributes could hide methods of this class
         try:
             parameters = inspect.signature(function).parameters
-        except ValueError:  # of what is not written in Python
+        except ValueError:  # it is not written in Python
             raise TypeError(f"recurrence takes a function whose parameters have names; got {function}") from None
         for name, parameter in parameters.items():
             if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -128,7 +129,7 @@ class Recurrence:
             if parameter.default is not parameter.empty:
                 numbers = "a number can come from around the function"
                 raise TypeError(f"{self} cannot have a default of {name}: every call gives all arguments; {numbers}")
-            if name == "self":  # which would be one of the arguments
+            if name == "self":  # it would be taken for an argument
                 raise TypeError(
                     f"{self} cannot be a method: write it without self, and give it tensors as arguments, or make the "
                     f"recurrence of an object's own method in its __init__, recurrence(self.{self})"
@@ -175,21 +176,20 @@ class Recurrence:
         if named:
             arguments = self.in_order(arguments, named)
         order = Order(cu_seqlens, resets, reverse)
-        first, dtype, given = self.check(arguments, h0, order, backend)
+        first, dtype, initial = self.check(arguments, h0, order, backend)
         if weight_hh is not None:
             arguments = self._check_weights(weight_hh, arguments, first)
-        if self._has_kernels(arguments, given, backend):
+        if self._has_kernels(arguments, initial, backend):
             arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
-            result = self._by_one_step(arguments, first, list(given.values()), order, backend, weight_hh)
+            result = self._by_one_step(arguments, first, list(initial.values()), order, backend, weight_hh)
             if result is not None:
                 return result
+            traced = self.traced(arguments)
             if weight_hh is not None:
-                traced = self.traced(arguments)
-                return self._paired(
-                    run_all_steps(traced, weight_hh, dtype, arguments, [*given.values()], order, backend)
-                )
-            return self._by_kernels(self.traced(arguments), dtype, given, (*order, backend), arguments)
-        return self._by_torch(arguments, first, dtype, given, order, backend, weight_hh)
+                given = traced, weight_hh, dtype, arguments, [*initial.values()], order, backend
+                return self._paired(run_all_steps(*given))
+            return self._by_kernels(traced, dtype, initial, (*order, backend), arguments)
+        return self._by_torch(arguments, first, dtype, initial, order, backend, weight_hh)
 
     def of_layer(
         self,
@@ -207,15 +207,15 @@ class Recurrence:
         A layer's GEMM produces the former.  Where the recurrence is not linear, gradients come concatenated too, which
         saves a copy.
         """
-        given, together = self._check_states(h0), (sequences, parameters)
+        initial, concatenated = self._check_states(h0), (sequences, parameters)
         order = Order(cu_seqlens, resets, reverse)
-        if self.states == 0 or not self._has_kernels(together, given, backend):
-            return self(*self.apart(*together), h0=h0, **order._asdict(), backend=backend)
+        if self.states == 0 or not self._has_kernels(concatenated, initial, backend):
+            return self(*self.split_arguments(*concatenated), h0=h0, **order._asdict(), backend=backend)
         check_floating("sequences", sequences)
         check_floating("parameters", parameters)
-        count, width = len(self.names), self._width(*together)
+        count, width = len(self.names), self._width(*concatenated)
         gates = sequences.shape[-1] // max(width, 1)
-        if sequences.dim() != 3 or together[1].shape != ((count - gates) * width,):
+        if sequences.dim() != 3 or parameters.shape != ((count - gates) * width,):
             raise ValueError(
                 f"the arguments of {self} must be concatenated as (B, T, G * D) and ({count} - G) * D; "
                 f"got {tuple(sequences.shape)} and {tuple(parameters.shape)}"
@@ -224,11 +224,11 @@ class Recurrence:
             raise ValueError(
                 f"parameters must be on the device of sequences, {sequences.device}; got {parameters.device}"
             )
-        check_scan("sequences", sequences[..., :width], given, order, backend)
+        check_scan("sequences", sequences[..., :width], initial, order, backend)
         traced = _traced(id(self), (True,) * gates + (False,) * (count - gates))
-        return self._by_kernels(traced, sequences.dtype, given, (*order, backend), together)
+        return self._by_kernels(traced, sequences.dtype, initial, (*order, backend), concatenated)
 
-    def apart(self, sequences: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
+    def split_arguments(self, sequences: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
         """Split the arguments of :meth:`of_layer` into those of a call."""
         width = self._width(sequences, parameters)
         return *sequences.chunk(sequences.shape[-1] // width, -1), *parameters.chunk(parameters.shape[0] // width)
@@ -269,26 +269,27 @@ class Recurrence:
         arguments: tuple[Tensor, ...],
         first: int,
         dtype: torch.dtype,
-        given: dict[str, Tensor],
+        initial: dict[str, Tensor],
         order: Order,
         backend: str,
         weight_hh: Tensor | None = None,
     ) -> tuple[Any, Any]:
-        """All steps, by the function itself; `first` is the index of a sequence."""
+        """All steps, by the function itself in PyTorch; `first` is the index of the first sequence."""
         double = backend == "reference" or dtype in (torch.float64, torch.complex128)
         arguments = _widened(arguments, double)
         like = arguments[first]
-        initial = _widened([x if x.is_complex() or dtype.is_complex else x.to(dtype) for x in given.values()], double)
+        states = [x if x.is_complex() or dtype.is_complex else x.to(dtype) for x in initial.values()]
+        start = _widened(states, double)
         if self.states == 0:
             a, b = self._results(2, self._call((), arguments), like.shape)
-            h, h_last = linear_scan(a, b, *initial, **order._asdict(), backend=backend)
+            h, h_last = linear_scan(a, b, *start, **order._asdict(), backend=backend)
             dtype = torch.promote_types(dtype, torch.complex64) if h.is_complex() else dtype
             return h.to(dtype), h_last.to(dtype)
         if order.cu_seqlens is not None and torch.compiler.is_compiling():
             loop = f"{self} is a loop in PyTorch with backend={backend!r}"
             raise RuntimeError(f"{loop}, whose steps compilers cannot take from cu_seqlens: give them padded sequences")
-        if not initial:
-            initial = (like.new_zeros(order.sequences(like), like.shape[2]),) * self.states
+        if not start:
+            start = (like.new_zeros(order.sequences(like), like.shape[2]),) * self.states
         check_cu_seqlens(order.cu_seqlens, like.shape[1])
         weight = None if weight_hh is None else weight_hh.to(dtype).to(like.dtype)  # rounded as the kernels round it
 
@@ -297,22 +298,23 @@ class Recurrence:
                 of_step = with_products(of_step, state[0], weight)
             return self._results(self.states, self._call(state, of_step), tuple(state[0].shape))
 
-        results = [x.to(dtype) for x in sequential(step, initial, arguments, order)]
+        results = [x.to(dtype) for x in sequential(step, start, arguments, order)]
         return (tuple(results[:2]), tuple(results[2:])) if self.states == 2 else (results[0], results[1])
 
     def _call(self, states: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
-        """What the function returns; it must not change what it is given, which are results or the caller's."""
-        given = (*states, *arguments)
-        if torch.compiler.is_compiling() or any(x.is_inference() for x in given):  # their changes are not counted
-            return call_function(self.function, [x.clone() for x in states], [x.clone() for x in arguments])
-        versions = [x._version for x in given]
-        results = call_function(self.function, states, arguments)
-        if [x._version for x in given] != versions:
+        """Call the function, which must not change its inputs in place: they are results, or belong to the caller."""
+        inputs = (*states, *arguments)
+        if torch.compiler.is_compiling() or any(x.is_inference() for x in inputs):  # there are no version counters
+            return following(self.function, [x.clone() for x in states], [x.clone() for x in arguments])
+        versions = [x._version for x in inputs]
+        results = following(self.function, states, arguments)
+        if [x._version for x in inputs] != versions:
             raise ValueError(f"{self} must not change its arguments in place")
         return results
 
-    def _has_kernels(self, arguments: tuple[Tensor, ...], given: dict[str, Tensor], backend: str) -> bool:
-        if any(x.is_complex() for x in (*arguments, *given.values())):
+    def _has_kernels(self, arguments: tuple[Tensor, ...], initial: dict[str, Tensor], backend: str) -> bool:
+        """Whether generated kernels compute the call: it is real, and its backend and device have some."""
+        if any(x.is_complex() for x in (*arguments, *initial.values())):
             return False
         return backend in ("cpu", "cuda") or (backend == "auto" and arguments[0].device.type in ("cpu", "cuda"))
 
@@ -325,7 +327,7 @@ class Recurrence:
         backend: str,
         weight_hh: Tensor | None,
     ) -> tuple[Any, Any] | None:
-        """A call with one step, where :meth:`step` takes it: sooner than the operator, and repeated by a Stepper."""
+        """A call of one step by :meth:`step`, faster than the operator and replayed by a Stepper; None for others."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or order.resets is not None:
             return None
         if order.cu_seqlens is not None or arguments[first].shape[1] != 1:
@@ -342,18 +344,18 @@ class Recurrence:
         return (rows, last) if self.states == 2 else (rows[0], last[0])
 
     def _by_kernels(
-        self, traced: str, dtype: torch.dtype, given: dict[str, Tensor], options: tuple, arguments: tuple[Tensor, ...]
+        self, traced: str, dtype: torch.dtype, initial: dict[str, Tensor], options: tuple, arguments: tuple[Tensor, ...]
     ) -> tuple[Any, Any]:
         """All steps, by the generated kernels."""
         if self.states == 0:
-            start = next((x.to(dtype) for x in given.values()), None)
+            start = next((x.to(dtype) for x in initial.values()), None)
             return linear_recurrence(traced, start, *options, *arguments)
         wide = torch.promote_types(dtype, torch.float32)
-        h0, c0, *_ = *(x.to(wide) for x in given.values()), None, None
+        h0, c0, *_ = *(x.to(wide) for x in initial.values()), None, None
         return self._paired(nonlinear_recurrence(traced, h0, c0, *options, *arguments))
 
     def _paired(self, results: Sequence[Tensor]) -> tuple[Any, Any]:
-        """The states over time and the last ones, each a pair if there are two, of an operator's results."""
+        """An operator's results as the states over time and the last states, pairs if there are two states."""
         states, last = tuple(results[: self.states]), tuple(results[self.states :])
         return (states, last) if self.states == 2 else (states[0], last[0])
 
@@ -398,7 +400,7 @@ class Recurrence:
         first = arguments[sequences[0]]
         shape, device = tuple(first.shape), first.device
         for name, x in zip(self.names, arguments, strict=True):
-            # By rank, as comparing (D,) with (B, T, D) would compare D with B, which export must not know.
+            # Chosen by rank: comparing (D,) with (B, T, D) would compare D with B, which export must not know.
             if x.shape != (shape if x.dim() == 3 else shape[2:]):
                 raise ValueError(f"{name} must have shape {shape} or {shape[2:]}; got {tuple(x.shape)}")
             if x.device != device:
@@ -408,7 +410,7 @@ class Recurrence:
         return sequences[0], functools.reduce(torch.promote_types, (arguments[k].dtype for k in sequences))
 
     def _check_weights(self, weight_hh: Tensor, arguments: tuple[Tensor, ...], first: int) -> tuple[Tensor, ...]:
-        """The arguments, of which those to which products are added are expanded to sequences; or raise an error."""
+        """Check ``weight_hh``; returns the arguments, those that its products are added to expanded to sequences."""
         if not self.states:
             raise TypeError(f"weight_hh needs a state: the first parameter of {self} would be named h or state")
         check_floating("weight_hh", weight_hh)

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-_READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # values, by no operator
-_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # functions that read values without calling an operator
+_VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Unrepeatable(Exception):
@@ -44,14 +44,15 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _BY_VALUE.intersection(func.tags):
+        if _VALUE_DEPENDENT.intersection(func.tags):
             raise Unrepeatable(str(func))
         result = func(*args, **kwargs)
-        name = func.overloadpacket.__name__ if func.namespace == "aten" else ""  # others' mean nothing to PyTorch
+        # Names of other namespaces mean nothing to PyTorch.
+        name = func.overloadpacket.__name__ if func.namespace == "aten" else ""
         if func._schema.is_mutable and name.endswith("_"):
             self._calls.append(functools.partial(getattr(Tensor, name, func), *args, **kwargs))
-        elif func._schema.is_mutable:  # its results may or may not alias the arguments that it writes
-            self._calls.append(functools.partial(_copied, tree_leaves(result), func, args, kwargs))
+        elif func._schema.is_mutable:  # its results may alias the arguments that it writes to
+            self._calls.append(functools.partial(_run_and_copy, tree_leaves(result), func, args, kwargs))
         elif not func.is_view and not name.startswith(("empty", "new_empty")):
             self._calls.append(_into(result, name, func, args, kwargs))
         return result
@@ -63,7 +64,7 @@ class Recorder(TorchDispatchMode):
         self.__exit__(None, None, None)
         try:
             result = function(*args)
-            replay = prepare(result) or functools.partial(_copied, tree_leaves(result), function, args, {})
+            replay = prepare(result) or functools.partial(_run_and_copy, tree_leaves(result), function, args, {})
         finally:
             self.__enter__()
         self._calls.append(replay)
@@ -81,7 +82,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _Reading(TorchFunctionMode):
-    """Refuses the functions that read values and are no operators."""
+    """Refuses the functions that read values without calling an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func in _READING:
@@ -98,7 +99,7 @@ def recording() -> Recorder | None:
 
 
 def _into(result: Any, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """A replay of the call into the memory of its result: an out= variant if there is one, else with a copy."""
+    """A replay of the call into the memory of its result: by an out= variant if there is one, else by a copy."""
     for function in (getattr(torch, name, None), getattr(func.overloadpacket, "out", None)):
         if function is None or not isinstance(result, Tensor):
             continue
@@ -109,10 +110,11 @@ def _into(result: Any, name: str, func: Any, args: tuple, kwargs: dict[str, Any]
             continue
         if torch.equal(other.nan_to_num(), result.nan_to_num()):
             return functools.partial(function, *args, **kwargs, out=result)
-    return functools.partial(_copied, tree_leaves(result), func, args, kwargs)
+    return functools.partial(_run_and_copy, tree_leaves(result), func, args, kwargs)
 
 
-def _copied(kept: Sequence[Any], function: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    for own, new in zip(kept, tree_leaves(function(*args, **kwargs)), strict=True):
-        if isinstance(own, Tensor):
-            own.copy_(new)
+def _run_and_copy(outputs: Sequence[Any], function: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Call the function, and copy the tensors of its result into the outputs."""
+    for output, result in zip(outputs, tree_leaves(function(*args, **kwargs)), strict=True):
+        if isinstance(output, Tensor):
+            output.copy_(result)

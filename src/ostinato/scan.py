@@ -59,20 +59,20 @@ def linear_scan(
         >>> h.flatten().tolist()
         [1.0, 1.5, 1.75, 1.875]
     """
-    given, tensors = (a, b, h0, cu_seqlens, resets, reverse, backend), None
+    arguments, tensors = (a, b, h0, cu_seqlens, resets, reverse, backend), None
     if resets is cu_seqlens is None and type(reverse) is bool and type(backend) is str:
         tensors = (a, b) if h0 is None else (a, b, h0)
         run = _PREPARED.find(tensors, reverse, backend)
         if run is not None:
-            return run(*given)
+            return run(*arguments)
     order = Order(cu_seqlens, resets, reverse)
     a, b, h0 = checked(a, b, h0, ("a", "b", "h0"), order, backend, FLOAT_DTYPES + COMPLEX_DTYPES)
     if b.is_complex():
         from ostinato.kernels.recurrence import complex
 
         return complex.linear_scan(a, b, h0, *order, backend)
-    if tensors is not None and a is given[0] and b is given[1] and h0 is given[2]:
-        _PREPARED.add(lambda: operators.linear_scan.prepared(*given), tensors, reverse, backend)
+    if tensors is not None and a is arguments[0] and b is arguments[1] and h0 is arguments[2]:
+        _PREPARED.add(lambda: operators.linear_scan.prepared(*arguments), tensors, reverse, backend)
     return operators.linear_scan(a, b, h0, *order, backend)
 
 
@@ -167,14 +167,14 @@ def check_scan(name: str, x: Tensor, states: dict[str, Tensor], order: Order, ba
         if x.shape[0] != 1:
             raise ValueError(f"{name} must have a batch of 1 with cu_seqlens; got shape {tuple(x.shape)}")
         sequences = cu_seqlens.shape[0] - 1
-    for of_state, state in states.items():
+    for state_name, state in states.items():
         if state.shape != (sequences, x.shape[2]):
-            raise ValueError(f"{of_state} must have shape {(sequences, x.shape[2])}; got {tuple(state.shape)}")
+            raise ValueError(f"{state_name} must have shape {(sequences, x.shape[2])}; got {tuple(state.shape)}")
     if resets is not None:
         check_resets(resets, name, x)
-    for of_other, other in {**states, "cu_seqlens": cu_seqlens}.items():
+    for other_name, other in {**states, "cu_seqlens": cu_seqlens}.items():
         if other is not None and other.device != x.device:
-            raise ValueError(f"{of_other} must be on the device of {name}, {x.device}; got {other.device}")
+            raise ValueError(f"{other_name} must be on the device of {name}, {x.device}; got {other.device}")
     if not isinstance(reverse, bool):
         raise TypeError(f"reverse must be a bool; got {describe(reverse)}")
     check_choice("backend", backend, BACKENDS)

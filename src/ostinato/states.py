@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 Hidden = Tensor | tuple[Tensor, ...]
-State = TypeVar("State", bound=Hidden)  # of a kind of layer
+State = TypeVar("State", bound=Hidden)  # that of a class of layers
 
 
 def states_of(hx: Hidden | None) -> list[Tensor]:
@@ -22,7 +22,7 @@ def states_of(hx: Hidden | None) -> list[Tensor]:
 
 
 def distinct(states: list[Tensor]) -> list[Tensor]:
-    """Without c where it is the tensor that h is: calls can be prepared for distinct tensors only."""
+    """The states without c if that is the same tensor as h: calls are prepared for distinct tensors only."""
     return states[:1] if len(states) == 2 and states[0] is states[1] else states
 
 

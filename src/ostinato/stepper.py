@@ -19,7 +19,7 @@ from ostinato.replay import Recorder, Unrepeatable
 
 
 def _outside_inference_mode(function: Callable) -> Callable:
-    """Without gradients, but outside of inference mode, whose tensors could not be written to when it has ended."""
+    """Run without gradients, but outside of inference mode, whose tensors could not be written to after its end."""
     return torch.inference_mode(False)(torch.no_grad()(function))
 
 
@@ -58,9 +58,9 @@ class Stepper:
         >>> stepper = ostinato.Stepper(policy, batch_size=4)
         >>> x = torch.randn(4, 3)
         >>> first = stepper(x)  # (4, 2)
-        >>> torch.equal(first, stepper(x))  # there is a state now
+        >>> torch.equal(first, stepper(x))  # the state is no longer zero
         False
-        >>> stepper.reset(torch.tensor([True, False, False, True]))  # these two begin anew
+        >>> stepper.reset(torch.tensor([True, False, False, True]))  # these two start again
         >>> torch.equal(first[0], stepper(x)[0])
         True
     """
@@ -80,7 +80,7 @@ class Stepper:
         self._batch_dims = [_batch_dim(*pair) for pair in zip(_tensors(self._first), _tensors(more), strict=True)]
         self._state = _map_state(Tensor.clone, self._first)
         self._replay: Callable[[Tensor], Any] | None = None
-        self._repeats = frozen  # on CPUs
+        self._records = frozen  # whether to record a step on a CPU
 
     def __repr__(self) -> str:
         return f"Stepper({self._module!r}, batch_size={self.batch_size})"
@@ -91,24 +91,24 @@ class Stepper:
 
     @torch.no_grad()
     def _without_replay(self, x: Tensor) -> Any:
-        """A step while there is nothing to replay: it may be captured or recorded first."""
+        """A step while there is nothing to replay; where possible it is first captured or recorded."""
         check_tensor("x", x)
         if x.dim() == 0 or x.shape[0] != self.batch_size:
             raise ValueError(f"x must have {self.batch_size} rows, one a sequence; got {tuple(x.shape)}")
-        if x.is_cuda or (x.is_cpu and self._repeats):
+        if x.is_cuda or (x.is_cpu and self._records):
             self._replay = self._captured(x) if x.is_cuda else self._recorded(x)
         if self._replay is not None:
             return self._replay(x)
-        self._repeats = False
+        self._records = False
         y, after = _step(self._module, x, self._state)
         if torch._C._is_any_autocast_enabled():  # the next step may be outside of it
-            dtypes = iter([own.dtype for own in _tensors(self._state)])
-            after = _map_state(lambda own: own.to(next(dtypes, own.dtype)), after)
+            dtypes = iter([x.dtype for x in _tensors(self._state)])
+            after = _map_state(lambda x: x.to(next(dtypes, x.dtype)), after)
         self._state = _map_state(Tensor.clone, after)  # it may alias the output or the input, which are the caller's
         return y
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy captures or records a step of its own."""
+        """The attributes without the replay: a copy captures or records a step of its own."""
         return {**self.__dict__, "_replay": None}
 
     @property
@@ -117,13 +117,13 @@ class Stepper:
         return _map_state(Tensor.clone, self._state)
 
     @state.setter
-    @torch.inference_mode()  # which may have made the state
+    @torch.inference_mode()  # in which the state may have been made
     def state(self, value: Any) -> None:
-        own, others = list(_tensors(self._state)), list(_tensors(value))
-        if [x.shape for x in own] != [x.shape for x in others]:
-            raise ValueError(f"state must have the shapes {_shapes(own)}; got {_shapes(others)}")
-        for kept, new in zip(own, others, strict=True):
-            kept.copy_(new)
+        current, new = list(_tensors(self._state)), list(_tensors(value))
+        if [x.shape for x in current] != [x.shape for x in new]:
+            raise ValueError(f"state must have the shapes {_shapes(current)}; got {_shapes(new)}")
+        for target, source in zip(current, new, strict=True):
+            target.copy_(source)
 
     @torch.inference_mode()
     def reset(self, mask: Tensor | None = None) -> None:
@@ -146,35 +146,35 @@ class Stepper:
                 raise TypeError(f"mask must be a bool tensor; got {describe(mask)}")
             if mask.shape != (self.batch_size,):
                 raise ValueError(f"mask must have shape {(self.batch_size,)}; got {tuple(mask.shape)}")
-        for kept, first, dim in zip(_tensors(self._state), _tensors(self._first), self._batch_dims, strict=True):
+        for current, first, dim in zip(_tensors(self._state), _tensors(self._first), self._batch_dims, strict=True):
             if mask is None:
-                kept.copy_(first)
+                current.copy_(first)
             else:
-                at = mask.to(kept.device).view(*(-1 if i == dim else 1 for i in range(kept.dim())))
-                kept.copy_(torch.where(at, first, kept))
+                at = mask.to(current.device).view(*(-1 if i == dim else 1 for i in range(current.dim())))
+                current.copy_(torch.where(at, first, current))
 
     @_outside_inference_mode
     def _captured(self, x: Tensor) -> Callable[[Tensor], Any]:
         """Capture a step in a CUDA graph, which reads and writes the same memory at every replay."""
-        given, module, state = x.clone(), self._module, self._state
+        static_x, module, state = x.clone(), self._module, self._state
         with _unchanged((*_tensors(state), *module.buffers())):
-            replay, y = capture(lambda: _advance(module, given, state), x.device)
+            replay, y = capture(lambda: _advance(module, static_x, state), x.device)
         _check_output(module, y)
-        return functools.partial(_replayed, replay, given, (given.shape, given.dtype), y)
+        return functools.partial(_replay, replay, static_x, (static_x.shape, static_x.dtype), y)
 
     @_outside_inference_mode
     def _recorded(self, x: Tensor) -> Callable[[Tensor], Any] | None:
-        """Record a step on a CPU, for the same; None for a module that branches on tensor values."""
-        given, module, state, recorder = x.clone(), self._module, self._state, Recorder()
+        """Record a step on a CPU, to replay it likewise; None for a module that branches on tensor values."""
+        static_x, module, state, recorder = x.clone(), self._module, self._state, Recorder()
         with _unchanged((*_tensors(state), *module.buffers())):
-            _advance(module, given, state)  # warm-up: compiles and packs
+            _advance(module, static_x, state)  # warm-up: compiles kernels and packs weights
             try:
                 with recorder:
-                    y = _advance(module, given, state)
+                    y = _advance(module, static_x, state)
             except Unrepeatable:
                 return None
         _check_output(module, y)
-        return functools.partial(_replayed, recorder.repeat, given, (given.shape, given.dtype), y)
+        return functools.partial(_replay, recorder.repeat, static_x, (static_x.shape, static_x.dtype), y)
 
 
 @contextmanager
@@ -185,17 +185,18 @@ def _unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
         yield
     finally:
         for x, old in before:
-            if not torch.equal(x, old):  # writing to a mask would invalidate its packing
+            if not torch.equal(x, old):  # writing to a mask would invalidate weights packed by it
                 x.copy_(old)
 
 
-def _replayed(replay: Callable[[], None], given: Tensor, like: tuple, y: Any, x: Tensor) -> Any:
+def _replay(replay: Callable[[], None], static_x: Tensor, expected: tuple, y: Any, x: Tensor) -> Any:
+    """Copy x into the memory that the replay reads, replay, and return a copy of the output."""
     check_tensor("x", x)
-    if (x.shape, x.dtype) != like:
-        kind = ValueError if x.dtype is given.dtype else TypeError
-        first, got = (f"{tuple(each.shape)} of {each.dtype}" for each in (given, x))
+    if (x.shape, x.dtype) != expected:
+        kind = ValueError if x.dtype is static_x.dtype else TypeError
+        first, got = (f"{tuple(each.shape)} of {each.dtype}" for each in (static_x, x))
         raise kind(f"x must be as at the first step, {first}; got {got}")
-    given.copy_(x.detach() if x.requires_grad else x)
+    static_x.copy_(x.detach() if x.requires_grad else x)
     replay()
     return _map_output(Tensor.clone, y)
 
@@ -215,13 +216,13 @@ def _initial_state(module: Any, batch_size: int) -> Any:
 
 
 def _is_stepped_by_parts(module: Any) -> bool:
-    """Whether it is a Sequential, and no subclass that adds to it, such as a residual connection, or has a step."""
+    """Whether it is a plain Sequential: no subclass with its own forward, such as a residual block's, or step."""
     sequential = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     return sequential and not _has_step(module)
 
 
 def _is_stateless(part: nn.Module) -> bool:
-    """Whether a part is called as it is; a recurrent layer inside it would begin anew at every step."""
+    """Whether a part needs no state and can be called; a recurrent layer inside it would restart at every step."""
     stateful = nn.RNNBase, nn.RNNCellBase, MinGRUCell, MinLSTMCell
     return not _is_stepped_by_parts(part) and not any(
         _has_step(module) or isinstance(module, stateful) for module in part.modules()
@@ -229,20 +230,21 @@ def _is_stateless(part: nn.Module) -> bool:
 
 
 def _has_step(module: Any) -> bool:
-    """Whether it has a function ``step``, not a counter or a part of that name."""
+    """Whether it has a function ``step``, not a counter or a submodule of that name."""
     step = getattr(module, "step", None)
     return callable(step) and not isinstance(step, nn.Module)
 
 
-def _batch_dim(own: Tensor, other: Tensor) -> int:
-    """The dimension in which the states of two batches differ."""
-    found = [i for i, (n, m) in enumerate(zip(own.shape, other.shape, strict=True)) if n != m]
-    if not found:
-        raise ValueError(f"initial_state must return tensors with a row for each sequence; got {_shapes([own])}")
-    return found[0]
+def _batch_dim(state: Tensor, larger: Tensor) -> int:
+    """The dimension in which the states of two batch sizes differ."""
+    dims = [i for i, (n, m) in enumerate(zip(state.shape, larger.shape, strict=True)) if n != m]
+    if not dims:
+        raise ValueError(f"initial_state must return tensors with a row for each sequence; got {_shapes([state])}")
+    return dims[0]
 
 
 def _step(module: Any, x: Any, state: Any) -> tuple[Any, Any]:
+    """The output and the next state of a module, or of the parts of a plain Sequential in turn."""
     if not _is_stepped_by_parts(module):
         result = module.step(x, state)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
@@ -251,31 +253,31 @@ def _step(module: Any, x: Any, state: Any) -> tuple[Any, Any]:
         return result[0], result[1]
     parts: Any = module
     after = []
-    for part, own in zip(parts, state, strict=True):
-        x, new = (part(x), None) if own is None else _step(part, x, own)
-        x = _apart(x, new)  # the next part may work in place
+    for part, before in zip(parts, state, strict=True):
+        x, new = (part(x), None) if before is None else _step(part, x, before)
+        x = _unaliased(x, new)  # the next part may work in place
         after.append(new)
     return x, after
 
 
 def _advance(module: Any, x: Tensor, state: Any) -> Any:
-    """Run a step in place: returns the output, and leaves the next state in the memory of the state."""
+    """Run a step in place: writes the next state into the memory of the state, and returns the output."""
     y, after = _step(module, x, state)
     # The output and new states may alias states: copy them before any is overwritten.
-    y, new = _apart(y, state), [_apart(value, state) for value in _tensors(after)]
-    for kept, value in zip(_tensors(state), new, strict=True):
-        kept.copy_(value)
+    y, new = _unaliased(y, state), [_unaliased(value, state) for value in _tensors(after)]
+    for target, value in zip(_tensors(state), new, strict=True):
+        target.copy_(value)
     return y
 
 
-def _apart(x: Any, state: Any) -> Any:
-    """The output, its tensors copied where they are in the memory of a tensor of the state."""
-    memory = {own.untyped_storage().data_ptr() for own in _tensors(state)}
-    return _map_output(lambda own: own.clone() if own.untyped_storage().data_ptr() in memory else own, x)
+def _unaliased(x: Any, state: Any) -> Any:
+    """The output, with copies of its tensors that share memory with a tensor of the state."""
+    memory = {y.untyped_storage().data_ptr() for y in _tensors(state)}
+    return _map_output(lambda y: y.clone() if y.untyped_storage().data_ptr() in memory else y, x)
 
 
 def _check_output(module: Any, y: Any) -> None:
-    """Raise TypeError for an output with a part that cannot be copied, and would change with the next step."""
+    """Raise TypeError for an output with a part that cannot be copied: it would change with the next step."""
     for part in tree_leaves(y):
         if not isinstance(part, Tensor | bool | int | float | str | None):
             kinds = "made of tensors, in tuples, lists and dicts"
@@ -283,11 +285,12 @@ def _check_output(module: Any, y: Any) -> None:
 
 
 def _map_output(function: Callable[[Tensor], Tensor], y: Any) -> Any:
-    """The function of an output's tensors, in whatever PyTorch looks into."""
+    """Apply the function to an output's tensors, in any container that PyTorch looks into."""
     return function(y) if isinstance(y, Tensor) else tree_map_only(Tensor, function, y)
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
+    """The tensors of a state, in order."""
     if isinstance(state, (tuple, list)):
         for part in state:
             yield from _tensors(part)
@@ -298,7 +301,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 
 def _map_state(function: Callable[[Tensor], Tensor], state: Any) -> Any:
-    """The function of a state's tensors, in tuples and lists of any class."""
+    """Apply the function to a state's tensors, in tuples and lists of any class."""
     if isinstance(state, Tensor):
         return function(state)
     if state is None:

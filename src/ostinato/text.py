@@ -109,8 +109,8 @@ class Vocabulary:
         characters: all of them, sorted by code point; ``Vocabulary.of(text)`` takes those of a text.
 
     Raises:
-        TypeError: characters that are no str.
-        ValueError: no characters, or some that are not sorted, or twice.
+        TypeError: characters that are not a str.
+        ValueError: no characters, or characters that are not sorted or occur twice.
 
     Example:
         >>> from ostinato.text import Vocabulary
@@ -173,7 +173,7 @@ def _check_text(text: object) -> None:
 
 
 def _code_points(text: str) -> np.ndarray:
-    # A prompt from a terminal may hold lone surrogates, which UTF-32 proper does not.
+    # A prompt from a terminal may hold lone surrogates, which strict UTF-32 cannot encode.
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
 
 

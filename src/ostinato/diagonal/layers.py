@@ -1,4 +1,4 @@
-"""The base class of layers around a recurrence, which it runs in each layer and direction."""
+"""The base class of layers that run a recurrence, in each layer and direction."""
 
 import functools
 import operator
@@ -28,8 +28,8 @@ class DiagonalLayers(StackedLayers[State]):
         """The outputs and last states of one layer in one direction, from its parameters `p`, by name, and its input.
 
         ``run(recurrence, *arguments)`` calls the recurrence, time and batch laid out as in `x`, and returns the states
-        and the last ones.  All sequences may come concatenated in one argument, and all parameters in another.  A
-        recurrence of two states in a layer of one starts both from it.
+        and the last ones.  The recurrence's sequences may be concatenated in one argument, and its parameters in
+        another.  Where the recurrence has two states and the layer one, both start from the layer's.
         """
         raise NotImplementedError
 
@@ -38,7 +38,7 @@ class DiagonalLayers(StackedLayers[State]):
     ) -> tuple[Tensor, Hidden]:
         if offsets is None or self.reads_packed:
             return super()._run_layers(x, hx, offsets, resets, batch_first)
-        # Recurrences take sequences one after another where a PackedSequence has its steps one after another.
+        # Recurrences take rows sequence by sequence (`cu_seqlens`), while a PackedSequence has them step by step.
         rows = torch.arange(x.shape[0], device=x.device)
         step = torch.searchsorted(offsets, rows, right=True) - 1
         sequence = rows - offsets[step]
@@ -61,15 +61,15 @@ class DiagonalLayers(StackedLayers[State]):
         resets: Tensor | None,
         batch_first: bool,
     ) -> tuple[Tensor, Any]:
-        """``offsets`` are ``cu_seqlens`` here, of sequences one after another."""
+        """As documented in the base class, but ``offsets`` are the ``cu_seqlens`` of concatenated sequences."""
         resets = None if resets is None else resets if batch_first else resets.t()
         outputs: list[Tensor] = []
         lasts: list[Any] = []
         for direction, suffix in enumerate(self._parameter_suffixes(layer)):
             reverse = direction == 1
-            begins = in_reverse(resets, True, offsets) if reverse and resets is not None else resets
-            start = h0 if h0 is None else each(operator.itemgetter(direction), h0)
-            options = {"h0": start, "resets": begins, "reverse": reverse, "cu_seqlens": offsets}
+            own_resets = in_reverse(resets, True, offsets) if reverse and resets is not None else resets
+            own_h0 = h0 if h0 is None else each(operator.itemgetter(direction), h0)
+            options = {"h0": own_h0, "resets": own_resets, "reverse": reverse, "cu_seqlens": offsets}
             run = functools.partial(self._run_recurrence, options, batch_first)
             y, h_last = self._run_cell(suffix, self._parameters_of(suffix, x.shape[-1]), x, run)
             outputs.append(y)
@@ -77,7 +77,7 @@ class DiagonalLayers(StackedLayers[State]):
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)), stacked(lasts)
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
-        """On a CPU without gradients, :meth:`_run_cell` of tensors without a dimension of time."""
+        """One step; on a CPU without gradients, by :meth:`_run_cell` of tensors without a dimension of time."""
         parameters = self._parameters_of(f"l{layer}", x.shape[-1])
         states = [state[0] for state in states_of(h0)]
         tensors = [x, *states, *(y for y in parameters.values() if y is not None)]
@@ -91,7 +91,7 @@ class DiagonalLayers(StackedLayers[State]):
     def _run_recurrence(
         self, options: dict[str, Any], batch_first: bool, function: Recurrence, *arguments: Tensor
     ) -> tuple[Any, Any]:
-        """The ``run`` of :meth:`_run_cell` over time."""
+        """The ``run`` of :meth:`_run_cell` for whole sequences."""
         h0 = options["h0"]
         if function.states == 2 and isinstance(h0, Tensor):
             options = {**options, "h0": (h0, h0)}
@@ -101,7 +101,7 @@ class DiagonalLayers(StackedLayers[State]):
             from ostinato import distributed
 
             if are_concatenated:
-                arguments = function.apart(*arguments)
+                arguments = function.split_arguments(*arguments)
             run = functools.partial(distributed.run_recurrence, function, group=self.sequence_group())
         if batch_first:
             return run(*arguments, **options, backend=self.backend)
@@ -111,9 +111,9 @@ class DiagonalLayers(StackedLayers[State]):
 
 
 def _run_step(states: list[Tensor], function: Recurrence, *arguments: Tensor) -> tuple[Any, Any]:
-    """The ``run`` of :meth:`DiagonalLayers._run_cell` of one step."""
+    """The ``run`` of :meth:`DiagonalLayers._run_cell` for a single step."""
     if len(arguments) < len(function.names):
-        arguments = function.apart(*arguments)
+        arguments = function.split_arguments(*arguments)
     if function.states == 2 and len(states) == 1:
         states = states * 2
     after = function.step(arguments, states)

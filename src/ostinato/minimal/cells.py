@@ -21,7 +21,7 @@ from ostinato.kernels.recurrence.linear.layer import layer_scan
 from ostinato.kernels.scan import BACKENDS
 from ostinato.layers import draw_parameters
 from ostinato.minimal.recurrences import CANDIDATES, GATES, recurrence_of
-from ostinato.minimal.steps import StepCache, next_state, takes_fused_step
+from ostinato.minimal.steps import StepCache, next_state, uses_next_state
 
 _STEPS = StepCache()
 
@@ -85,7 +85,7 @@ class _MinimalCell(nn.Module):
             if hx.shape != (*input.shape[:-1], self.hidden_size):
                 raise ValueError(f"hx must have shape {(*input.shape[:-1], self.hidden_size)}; got {tuple(hx.shape)}")
             check_like_weight("hx", hx, weight)
-        if takes_fused_step(input, weight, self.backend):
+        if uses_next_state(input, weight, self.backend):
             rows, state = input.view(-1, self.input_size), None if hx is None else hx.view(-1, self.hidden_size)
             h = next_state(self.cell, self.candidate, rows, weight, bias, state)
             _STEPS.add(settings, rows, weight, bias, state)

@@ -13,7 +13,7 @@ from ostinato.kernels.matmul.precision import autocast_dtype
 from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.recurrence.linear.layer import layer_scan, projected_scan
 from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
-from ostinato.minimal.steps import StepCache, next_state, takes_fused_step
+from ostinato.minimal.steps import StepCache, next_state, uses_next_state
 from ostinato.replay import recording
 from ostinato.states import Hidden
 
@@ -94,7 +94,7 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
             if result is not None:
                 return result
         weight, bias = self._parameters_of(f"l{layer}", x.shape[-1]).values()
-        if takes_fused_step(x, weight, self.backend):
+        if uses_next_state(x, weight, self.backend):
             state = next_state(self.cell, self.candidate, x, weight, bias, h0)
             _STEPS.add((self.cell, self.candidate, self.backend), x, weight, bias, h0)
             return _output_and_state(state, h0)

@@ -48,11 +48,11 @@ def _normalised_gates(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
     low = torch.minimum(f, i).clamp(max=1e30)
     # sigmoid(f) / (sigmoid(f) + sigmoid(i)) = (1 + e^-i) / (2 + e^-i + e^-f).  Where a gate is below e^-80, numerator
     # and denominator are scaled down to avoid overflow; the ones, which then are negligible, are dropped.
-    opened, one = (-low).clamp(max=80), torch.where(low < -80, 0.0, 1.0)
-    of_f, of_i = torch.exp(opened + (low - f)), torch.exp(opened + (low - i))
-    p, q = one + of_i, one + of_f
+    shift, one = (-low).clamp(max=80), torch.where(low < -80, 0.0, 1.0)
+    exp_f, exp_i = torch.exp(shift + (low - f)), torch.exp(shift + (low - i))
+    p, q = one + exp_i, one + exp_f
     r = 1 / (p + q)
-    return p * r, q * r, of_f * r, of_i * r
+    return p * r, q * r, exp_f * r, exp_i * r
 
 
 class _NormalisedGatesReverse(torch.autograd.Function):

@@ -13,7 +13,7 @@ from ostinato.kernels.recurrence.linear.layer import step_of
 from ostinato.minimal.recurrences import GATES, RECURRENCES, recurrence_of
 
 
-def takes_fused_step(x: Tensor, weight: Tensor, backend: str) -> bool:
+def uses_next_state(x: Tensor, weight: Tensor, backend: str) -> bool:
     """Whether :func:`next_state` computes a step, as the layer's usual host overhead would exceed its run time."""
     if x.dtype is not weight.dtype or backend != "auto":
         return False

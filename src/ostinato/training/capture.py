@@ -8,7 +8,7 @@ from torch import Tensor
 from ostinato.cuda_graphs.capture import capture
 
 Differentiated = Callable[[Tensor, Tensor], Tensor]
-"""The loss of inputs and targets, detached; the parameters' gradients are in their ``grad``."""
+"""Maps inputs and targets to the detached loss, and leaves the parameters' gradients in their ``grad``."""
 
 _WARM_UPS = 3  # some libraries set something up at their second call, too
 
@@ -16,27 +16,27 @@ _WARM_UPS = 3  # some libraries set something up at their second call, too
 def captured(
     differentiate: Differentiated, parameters: Sequence[Tensor], inputs: Tensor, targets: Tensor
 ) -> Differentiated:
-    """The same function of tensors like these, replayed.
+    """Capture the function for tensors like these: returns one that replays it.
 
-    Every call overwrites the loss and the gradients of the call before.  Random numbers are drawn as without the
-    capture, whose own draws are taken back.
+    Every call overwrites the loss and the gradients of the previous call.  The capture restores the random generator's
+    state, so that random numbers are drawn as without it.
     """
     device = inputs.device
-    drawn = torch.cuda.get_rng_state(device)
-    given = inputs.clone(), targets.clone()
+    random_state = torch.cuda.get_rng_state(device)
+    static_batch = inputs.clone(), targets.clone()
 
     def run() -> Tensor:
         for parameter in parameters:
             parameter.grad = None
-        return differentiate(*given)
+        return differentiate(*static_batch)
 
     replay, loss = capture(run, device, _WARM_UPS)
-    torch.cuda.set_rng_state(drawn, device)
+    torch.cuda.set_rng_state(random_state, device)
     grads = [parameter.grad for parameter in parameters]
 
     def replayed(inputs: Tensor, targets: Tensor) -> Tensor:
-        for own, x in zip(given, (inputs, targets), strict=True):
-            own.copy_(x)
+        for target, source in zip(static_batch, (inputs, targets), strict=True):
+            target.copy_(source)
         replay()
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad

@@ -8,7 +8,8 @@ from ostinato.models import LanguageModel, evaluating
 from ostinato.processes import Share
 from ostinato.text import streams
 
-MOST_STREAMS, SHORTEST_STREAM = 16, 256  # read in parallel; tokens of one, whose first are read from a zero state
+MOST_STREAMS = 16  # read in parallel
+SHORTEST_STREAM = 256  # tokens: the first ones of a stream are read from a zero state
 
 
 @torch.no_grad()
@@ -32,10 +33,9 @@ def held_out(model: LanguageModel, tokens: Tensor, tokens_at_once: int = 1 << 14
     with evaluating(model):
         for begin in range(0, inputs.size(1), steps):
             chunk = inputs[:, begin : begin + steps]
-            some = share.steps(chunk.size(1))
-            logits, state = model(chunk[:, some], state)
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), targets[:, begin : begin + steps][:, some].flatten(), reduction="sum"
-            )
+            own_steps = share.steps(chunk.size(1))
+            logits, state = model(chunk[:, own_steps], state)
+            own_targets = targets[:, begin : begin + steps][:, own_steps]
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), own_targets.flatten(), reduction="sum")
             loss_sum += weight * loss.cpu()
     return share.total(loss_sum).item() / counted

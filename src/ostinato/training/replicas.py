@@ -1,4 +1,4 @@
-"""A model in several processes: replicated (DDP) or sharded (FSDP2), and when its gradients are reduced."""
+"""A model in several processes: replicated (DDP) or sharded (FSDP2), and the reduction of its gradients."""
 
 import warnings
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def replica_of(model: LanguageModel, mesh: DeviceMesh | None, shard: bool) -> nn
         return model
     if not shard:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # Changes in place of a view of a block's output would bypass the hooks; there are none here.
+    # In-place changes of a view that a block returns would bypass the hooks; the model makes none.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
     for block in model.blocks:

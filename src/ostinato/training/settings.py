@@ -1,4 +1,4 @@
-"""The hyperparameters of a training, and what they may be, by themselves and of a text and some processes."""
+"""The hyperparameters of a training, and checks of them, alone and against a text and the processes."""
 
 import math
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class TrainingSettings:
             steps of the warm-up.
         weight_decay, beta2: AdamW's; only matrices decay.
         clip_norm: the largest norm of the gradient.
-        held_out, held_out_limit: the fraction of the text, at its end, that is never trained on, and of how many of its
-            tokens, from its beginning, the held-out loss is taken.
+        held_out, held_out_limit: the fraction of the text, at its end, that is never trained on, and how many of its
+            first tokens the held-out loss is computed on.
         evaluate_every: steps between evaluations.
         seed: of the random chunks.
 
@@ -74,7 +74,7 @@ class TrainingSettings:
 
 
 def train_size(tokens: Tensor, settings: TrainingSettings) -> int:
-    """How many of the tokens, (N,), from the first on, are trained on.
+    """The number of tokens to train on, which are the first ones of ``tokens``, (N,).
 
     Raises TypeError for what is not a tensor of integers, ValueError for one that is not (N,), or too short.
     """

@@ -136,7 +136,7 @@ class Trainer:
 
     @staticmethod
     def can_capture(device: torch.device, compile: bool, mesh: DeviceMesh | None, accumulate: int) -> bool:
-        """Whether a step can be replayed from a CUDA graph: on a GPU, of one process, micro-batch and compiler."""
+        """Whether a CUDA graph can replay a step: on a GPU, in one process, of one micro-batch, and not compiled."""
         return device.type == "cuda" and not compile and mesh is None and accumulate == 1
 
     @property
@@ -218,7 +218,7 @@ class Trainer:
             A JSON object, and tensors by name, some of which change as the training goes on: copy what is kept.
         """
         tensors = {"loss_sum": self._share.total(self._loss_sum), "windows": self.generator.get_state()}
-        tensors |= {_dropout_name(rank): state for rank, state in enumerate(self._share.of_each(self._dropout_state()))}
+        tensors |= {_dropout_name(rank): state for rank, state in enumerate(self._share.gather(self._dropout_state()))}
         for number, state in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{name}": value for name, value in state.items()}
         return {
@@ -253,10 +253,10 @@ class Trainer:
             raise ValueError(f"expected the state of a training; {type(error).__name__}: {error}") from None
         expected = self._state_layout(tensors, same_device)
         for name, layout in expected.items():
-            found = _layout(tensors[name]) if name in tensors else "absent"
-            if found != layout:
+            actual = _layout(tensors[name]) if name in tensors else "absent"
+            if actual != layout:
                 raise ValueError(
-                    f"expected the state of a training of this model; {name} should be {layout} and is {found}"
+                    f"expected the state of a training of this model; {name} should be {layout} and is {actual}"
                 )
         self._loss_sum.copy_(tensors["loss_sum"])
         if self._rank > 0:  # the sum of all processes' sums
@@ -279,7 +279,7 @@ class Trainer:
         state, parameters = self.optimizer.state_dict(), self._parameters()
         for name, tensor in tensors.items():
             _, number, key = name.split(".")
-            value = tensor.clone()  # which the optimiser changes in place
+            value = tensor.clone()  # the optimiser changes it in place
             value = value if key == "step" else shard_like(value, parameters[int(number)])
             state["state"].setdefault(int(number), {})[key] = value
         self.optimizer.load_state_dict(state)
@@ -306,13 +306,13 @@ class Trainer:
         """This process's shard of the next chunks, as micro-batches of inputs and targets, (rows, steps)."""
         settings, share = self.settings, self._share
         inputs, targets = random_windows(self.train_tokens, settings.batch_size, settings.chunk_length, self.generator)
-        mine = share.rows(settings.batch_size), share.steps(settings.chunk_length)
-        inputs, targets = inputs[mine], targets[mine]
-        rows = [part(len(inputs), number, self._accumulate) for number in range(self._accumulate)]
-        return [(inputs[some], targets[some]) for some in rows]
+        shard = share.rows(settings.batch_size), share.steps(settings.chunk_length)
+        inputs, targets = inputs[shard], targets[shard]
+        micro_batches = [part(len(inputs), number, self._accumulate) for number in range(self._accumulate)]
+        return [(inputs[rows], targets[rows]) for rows in micro_batches]
 
     def _draw_own_dropout(self) -> None:
-        """Have dropout draw other numbers than in other processes, and than at the beginning if it goes on later."""
+        """Seed dropout's random numbers differently from other processes, and from the start when resumed later."""
         # Primes, so that seeds, steps and ranks seldom add up to the same.
         torch.manual_seed((self.settings.seed * 1_000_003 + self.step * 8191 + self._rank) % (1 << 63))
 
