@@ -305,9 +305,9 @@ class Recurrence:
         """Call the function, which must not change its inputs in place: they are results, or belong to the caller."""
         inputs = (*states, *arguments)
         if torch.compiler.is_compiling() or any(x.is_inference() for x in inputs):  # there are no version counters
-            return following(self.function, [x.clone() for x in states], [x.clone() for x in arguments])
+            return call_function(self.function, [x.clone() for x in states], [x.clone() for x in arguments])
         versions = [x._version for x in inputs]
-        results = following(self.function, states, arguments)
+        results = call_function(self.function, states, arguments)
         if [x._version for x in inputs] != versions:
             raise ValueError(f"{self} must not change its arguments in place")
         return results
