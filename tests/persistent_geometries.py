@@ -4,6 +4,7 @@ import torch
 
 from gpus import H100
 from ostinato.kernels.persistent.cuda.heuristics import search
+from ostinato.kernels.persistent.cuda.heuristics.cells import CELLS
 from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
 from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 from ostinato.kernels.persistent.plan import GATES
@@ -11,7 +12,7 @@ from ostinato.kernels.persistent.plan import GATES
 
 def candidates(path, cell, hidden, batch, dtype, density=1.0, block=None, *, properties=H100, backward=False):
     """Return all candidates but those that alternate between two groups, which have their own tests."""
-    start = Geometry(path, cell, hidden, dtype, 0, 0, 0, backward)
+    start = Geometry(path, CELLS[cell], hidden, dtype, 0, 0, 0, backward)
     return [g for g in search.candidates(start, batch, density, block, properties) if g.block_groups == 1]
 
 
@@ -23,7 +24,7 @@ def candidate(path, cell, hidden, batch, *others, **options):
 
 def dense(cell, hidden, batch, dtype, backward, exact, properties):
     """Return all geometries of a dense layer."""
-    start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, backward, exact)
+    start = Geometry("dense", CELLS[cell], hidden, dtype, 0, 0, 0, backward, exact)
     return search.candidates(start, batch, 1.0, None, properties)
 
 
@@ -67,7 +68,7 @@ def wide(cell, hidden, batch, dtype, backward, properties=H100):
 
 def generated(cell, hidden, batch, dtype, backward, exact=False, properties=H100):
     """Return the fastest geometry of each kind for a generated cell: without clusters, in clusters, with two groups."""
-    start = Geometry("dense", "generated", hidden, dtype, 0, 0, 0, backward, exact, generated=cell)
+    start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, backward, exact)
     found = search.candidates(start, batch, 1.0, None, properties)
     kinds = {
         (g.block_groups, g.distributed, g.cluster > 1): g for g in sorted(found, key=lambda g: -microseconds(g, batch))

@@ -48,7 +48,7 @@ def kernels(geometry: Geometry, device: int, resets: bool, packed: bool, keeps: 
     """
     properties: Any = torch.cuda.get_device_properties(device)
     compiled = (code(geometry), macros(geometry, resets, packed, keeps, directions), device)
-    if geometry.backward and geometry.generated is None:
+    if geometry.backward and not geometry.cell.is_generated:
         nvrtc.compile_ahead(*biases.source(geometry.dtype), device)
     prepare, recur = (nvrtc.load_kernel(name, *compiled, feature(geometry)) for name in ("prepare", "recur"))
     resident = recur.resident_blocks(device, geometry.threads, geometry.shared_bytes, geometry.blocks_of_a_cluster)
@@ -113,7 +113,7 @@ def check(device: int) -> None:
 
 def _name(geometry: Geometry) -> str:
     direction = "backward" if geometry.backward else "forward"
-    return f"persistent {geometry.path} {geometry.cell} {direction} kernel of {geometry.hidden_size} hidden units"
+    return f"persistent {geometry.path} {geometry.cell.name} {direction} kernel of {geometry.hidden_size} hidden units"
 
 
 class _Launch(NamedTuple):

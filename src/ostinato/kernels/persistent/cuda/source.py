@@ -13,8 +13,7 @@ _COMMON = "cuda/numeric.cuh", "cuda/barriers.cuh", "persistent/cuda/cell.cuh"
 
 def code(geometry: Geometry) -> str:
     """The source of a geometry's kernels: common headers, the cell, and their own files."""
-    generated = geometry.generated
-    cell = nvrtc.source(*_paths(f"cells/{geometry.cell}.cuh")) if generated is None else generated.code
+    cell = geometry.cell.code or nvrtc.source(*_paths(f"cells/{geometry.cell.name}.cuh"))
     return nvrtc.source(*_COMMON) + cell + nvrtc.source(*_files(geometry))
 
 

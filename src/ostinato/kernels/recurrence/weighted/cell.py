@@ -3,7 +3,7 @@
 import functools
 import math
 
-from ostinato.kernels.persistent.cuda.heuristics.geometry import Generated
+from ostinato.kernels.persistent.cuda.heuristics.cells import Cell
 from ostinato.kernels.recurrence.nonlinear.cell import body_of, names_of
 from ostinato.kernels.recurrence.symbolic.builder import Builder
 from ostinato.kernels.recurrence.symbolic.trace import Trace
@@ -35,7 +35,7 @@ struct Cell {{
 
 
 @functools.lru_cache(maxsize=1024)
-def print_cell(trace: Trace, products: int) -> Generated:
+def print_cell(trace: Trace, products: int) -> Cell:
     """The struct of a recurrence; `products` of the weights with the state are added to its first arguments."""
     states, sequences, parameters = trace.states, sum(trace.sequences), trace.sequences.count(False)
     inputs = [f"before[{k}]" for k in range(states)] + names_of(trace, "x", "parameter")
@@ -66,4 +66,5 @@ def print_cell(trace: Trace, products: int) -> Generated:
         differentiate=body_of(builder.graph(kept), inputs, [f"slope[{k}]" for k in range(len(kept))]),
         pull="\n".join(pull),
     )
-    return Generated(code, products, sequences, parameters, states, len(kept))
+    gradients = sequences + parameters
+    return Cell("generated", products, sequences, parameters, states, states, len(kept), gradients, code)

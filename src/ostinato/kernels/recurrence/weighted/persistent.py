@@ -97,8 +97,8 @@ def _geometries(
     properties, cell = torch.cuda.get_device_properties(index), print_cell(trace, products)
     geometries = []
     for backward in passes:
-        sizes: Any = "generated", width, batch, dtype, None, None, properties
-        plan = choose_geometry(*sizes, backward=backward, exact=not tf32, distributed=distributed, generated=cell)
+        sizes: Any = cell, width, batch, dtype, None, None, properties
+        plan = choose_geometry(*sizes, backward=backward, exact=not tf32, distributed=distributed)
         if plan.has_kernel:
             geometries.append(plan.geometry)
         elif not geometries:

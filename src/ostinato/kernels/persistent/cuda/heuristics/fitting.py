@@ -76,7 +76,7 @@ def _fill_scattering(geometry: Geometry) -> Geometry | None:
     rows = ceil_div(geometry.row_tiles, WARPS)
     sums = rows * (8 + 4 * _chains(rows))
     splits = geometry.exact and geometry.dtype == torch.float32
-    others = 40 + 12 * geometry.products + geometry.registers_of_generated + 2 * geometry.cluster + 32 * splits
+    others = 40 + 12 * geometry.products + geometry.registers_of_cell + 2 * geometry.cluster + 32 * splits
     fits = geometry.tiles <= (REGISTERS - sums - others) // 4
     return geometry._replace(in_registers=geometry.tiles) if fits and geometry.shares_work else None
 
@@ -117,11 +117,11 @@ def _registers_beside_states(geometry: Geometry) -> int:
         count += 32 if geometry.exact else 20
     if geometry.block_groups == 1:  # otherwise, other threads update units
         count += max(24, 6 * geometry.gates) if geometry.backward else 0
-        count += geometry.registers_of_generated
+        count += geometry.registers_of_cell
     # Values that each step derives from the number of sequences, kept where there is room: beside what a cluster's
     # blocks send, a second state, or a tile taken twice.
     if geometry.takes_fewer:
-        more = geometry.cluster > 1 if geometry.backward else 2 * (geometry.states == 2 or geometry.has_half_tiles)
+        more = geometry.cluster > 1 if geometry.backward else 2 * (geometry.cell.states == 2 or geometry.has_half_tiles)
         count += 4 * more
     return count
 

@@ -29,7 +29,8 @@ from typing import NamedTuple
 import torch
 
 from ostinato.kernels.cuda import nvrtc
-from ostinato.kernels.persistent.plan import GATES, KernelPath
+from ostinato.kernels.persistent.cuda.heuristics.cells import Cell
+from ostinato.kernels.persistent.plan import KernelPath
 
 SCALARS = {dtype: nvrtc.SCALARS[dtype] for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 WARPS = 8
@@ -58,29 +59,11 @@ class Strips(NamedTuple):
     tiles: tuple[int, ...]  # of a warp's first share, of its second, ...
 
 
-class Generated(NamedTuple):
-    """The generated cell of a user-defined recurrence, and the sizes of its arrays; see ``cell.cuh``."""
-
-    code: str  # the struct Cell
-    products: int  # of a unit, with the recurrent matrix
-    sequences: int  # arguments of a unit that differ at every step
-    parameters: int  # arguments of a unit that are the same at every step
-    states: int
-    derivatives: int  # of a step, kept until the gradients of its states arrive
-
-    def registers(self, backward: bool) -> int:
-        """Registers for one unit of one sequence, beyond those that as many gates of another cell need."""
-        if not backward:
-            return self.sequences - self.products + self.parameters
-        kept = self.derivatives + 2 * self.sequences + 2 * self.parameters + 4 * self.states
-        return max(0, kept - 6 * self.products)
-
-
 class Geometry(NamedTuple):
     """How the units and sequences of a layer are divided among the blocks of a persistent kernel."""
 
     path: KernelPath
-    cell: str  # a key of GATES, or "generated"
+    cell: Cell
     hidden_size: int
     dtype: torch.dtype
     units: int  # hidden units per block
@@ -102,19 +85,12 @@ class Geometry(NamedTuple):
     # For the block product only.
     strips: Strips = Strips(1, ())
 
-    generated: Generated | None = None  # the cell, if it is not a key of GATES
-
     # Units, sequences and blocks.
 
     @property
     def products(self) -> int:
         """Rows of the recurrent matrix for each unit."""
-        return GATES[self.cell] if self.generated is None else self.generated.products
-
-    @property
-    def states(self) -> int:
-        """States of a hidden unit."""
-        return 1 + (self.cell == "lstm") if self.generated is None else self.generated.states
+        return self.cell.products
 
     @property
     def rows(self) -> int:
@@ -261,17 +237,6 @@ class Geometry(NamedTuple):
         return self.distributed and self.units * self.capacity <= THREADS // 2
 
     @property
-    def handed(self) -> int:
-        """The most numbers per unit and sequence that threads pass to each other where they share work.
-
-        These are the operands and results of ``gather.cu``, the derivatives and gradients of ``scatter.cu``.
-        """
-        if self.generated is None:
-            return self.products + 5 + 4
-        _, _, sequences, parameters, _, derivatives = self.generated
-        return derivatives + 5 + sequences + parameters if self.backward else 2 * sequences + 3
-
-    @property
     def registers(self) -> int:
         """Registers of a thread that multiplies; with two groups in turn, what updating leaves of two threads' 256."""
         if self.wide:
@@ -279,13 +244,12 @@ class Geometry(NamedTuple):
         if self.block_groups == 1:
             return REGISTERS
         updating = 40 + 8 * self.gates if self.backward else 18 + 7 * self.gates
-        return 256 - round_up(updating + self.registers_of_generated + 8 * self.is_uneven, 8)
+        return 256 - round_up(updating + self.registers_of_cell + 8 * self.is_uneven, 8)
 
     @property
-    def registers_of_generated(self) -> int:
-        """Registers that a thread needs for updating units of a generated cell, beyond those for their products."""
-        items = ceil_div(self.units * self.capacity, self.owners)
-        return 0 if self.generated is None else items * self.generated.registers(self.backward)
+    def registers_of_cell(self) -> int:
+        """Registers that a thread needs for updating units, beyond those for their products."""
+        return ceil_div(self.units * self.capacity, self.owners) * self.cell.registers(self.backward)
 
     # Tiles of weights.
 
@@ -402,5 +366,5 @@ class Geometry(NamedTuple):
         if self.block_groups > 1:  # a copy of the operand, with a barrier for each part
             state += self.slice * self.columns * self.dtype.itemsize + 16 * self.column_parts
         if self.shares_work:  # operands and results of updates that threads pass to each other
-            state += 2 * self.handed * round_up(self.units * self.capacity, 32) * 4
+            state += 2 * self.cell.exchanged(self.backward) * round_up(self.units * self.capacity, 32) * 4
         return sums + state + mail + self.in_shared * self.tile_bytes

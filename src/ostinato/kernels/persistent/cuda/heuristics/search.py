@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ostinato.kernels.persistent.cuda.heuristics.cells import CELLS, Cell
 from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
 from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers, most_streamed, split_strips
 from ostinato.kernels.persistent.cuda.heuristics.geometry import (
@@ -16,12 +17,11 @@ from ostinato.kernels.persistent.cuda.heuristics.geometry import (
     THREADS,
     WARPS,
     ZERO_PLACES,
-    Generated,
     Geometry,
     ceil_div,
     round_up,
 )
-from ostinato.kernels.persistent.plan import GATES, KernelPath, Plan, no_kernel
+from ostinato.kernels.persistent.plan import KernelPath, Plan, no_kernel
 
 LEAST_COPIED = 1024  # the least bytes of a sequence's state for two groups in turn
 LEAST_TILES = {False: 16, True: 24}  # the least tiles of a warp for two groups in turn, forward and backward
@@ -116,7 +116,7 @@ def _wide(start: Geometry, device: Device, share: int) -> Iterator[Geometry]:
     be faster.
     """
     units, cluster = 16, 8 if start.backward else 2
-    fits = start.cell == "lstm" and start.hidden_size % 2 == 0 and start.hidden_size <= MOST_WIDE
+    fits = start.cell.name == "lstm" and start.hidden_size % 2 == 0 and start.hidden_size <= MOST_WIDE
     if not fits or start.dtype.itemsize != 2 or device.major != 9:
         return
     for columns, in_registers in ((32, 38), (64, 34)):
@@ -293,7 +293,7 @@ def _rounder(
 
 
 def choose_geometry(
-    cell: str,
+    cell: str | Cell,
     hidden_size: int,
     batch: int,
     dtype: torch.dtype,
@@ -306,12 +306,11 @@ def choose_geometry(
     backward: bool = False,
     exact: bool = True,
     distributed: bool = True,
-    generated: Generated | None = None,
 ) -> Plan:
     """The plan with the fastest geometry for one pass of a layer, or why there is none.
 
     Args:
-        cell: "rnn_tanh", "rnn_relu", "gru", "lstm" or "generated".
+        cell: one of ``CELLS`` by its name, or another one.
         hidden_size: of the layer.
         batch: the number of sequences.
         dtype: of the layer and its input.
@@ -323,7 +322,6 @@ def choose_geometry(
         backward: whether this is the backward pass.
         exact: whether float32 products must not be rounded to tf32.
         distributed: whether states may stay in the shared memory of clusters.
-        generated: the cell, if it is "generated".
     """
     processors, shared = properties.multi_processor_count, properties.shared_memory_per_block_optin
     available = processors * (properties.regs_per_multiprocessor * 4 + shared)
@@ -333,15 +331,14 @@ def choose_geometry(
         return no_kernel(reason, available)
     if properties.major < 8:
         return no_kernel("persistent kernels need compute capability 8.0", available)
-    weights = (GATES[cell] if generated is None else generated.products) * hidden_size**2
+    cell = CELLS[cell] if isinstance(cell, str) else cell
+    weights = cell.products * hidden_size**2
     density = 1.0 if mask_nnz is None else mask_nnz / weights
     paths: list[KernelPath] = ["dense"]
     if mask_nnz is not None and hidden_size < 2**16 - ZERO_PLACES:
         paths += ["sparse"] if block in (None, (1, 1)) else ["block", "sparse"]
     starts = tuple(
-        Geometry(name, cell, hidden_size, dtype, 0, 0, 0, backward, exact, generated=generated)
-        for name in paths
-        if path in (None, name)
+        Geometry(name, cell, hidden_size, dtype, 0, 0, 0, backward, exact) for name in paths if path in (None, name)
     )
     device = Device(*(getattr(properties, name) for name in Device._fields))
 

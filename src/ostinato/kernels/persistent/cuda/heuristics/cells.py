@@ -1,0 +1,61 @@
+"""The sizes of a cell's arrays, on which it depends how many of its units fit; see ``cell.cuh``."""
+
+from typing import NamedTuple
+
+
+class Cell(NamedTuple):
+    """The cell of a persistent kernel, as its struct ``Cell`` has it, for one hidden unit.
+
+    Attributes:
+        name: for error messages; that of its file in ``cells/`` unless there is code.
+        products: rows of the recurrent matrix.
+        inputs: numbers that are given at each step.
+        parameters: numbers that are the same at each step.
+        states: one or two.
+        outputs: states that the layer returns for each step.
+        derivatives: numbers of a step that are kept until the gradients of its states arrive.
+        gradients: numbers that the backward computes at each step.
+        code: the struct, if it is generated.
+    """
+
+    name: str
+    products: int
+    inputs: int
+    parameters: int
+    states: int
+    outputs: int
+    derivatives: int
+    gradients: int
+    code: str = ""
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether the struct is printed from a user's recurrence."""
+        return bool(self.code)
+
+    def exchanged(self, backward: bool) -> int:
+        """The most numbers of a unit that threads pass to each other where they share work.
+
+        These are the operands and results of ``gather.cu``, the derivatives and gradients of ``scatter.cu``, with the
+        flags of resets and of ended sequences.
+        """
+        if backward:
+            return self.derivatives + self.outputs + 2 + self.gradients
+        return self.inputs + 1 + self.inputs + 2
+
+    def registers(self, backward: bool) -> int:
+        """Registers for a unit of one sequence, beyond those that the estimates count for its products."""
+        if not self.is_generated:
+            return 0
+        if not backward:
+            return self.inputs - self.products + self.parameters
+        kept = self.derivatives + 2 * self.inputs + 2 * self.parameters + 4 * self.states
+        return max(0, kept - 6 * self.products)
+
+
+CELLS = {
+    "rnn_tanh": Cell("rnn_tanh", products=1, inputs=1, parameters=0, states=1, outputs=1, derivatives=1, gradients=1),
+    "rnn_relu": Cell("rnn_relu", products=1, inputs=1, parameters=0, states=1, outputs=1, derivatives=1, gradients=1),
+    "gru": Cell("gru", products=3, inputs=3, parameters=0, states=1, outputs=1, derivatives=5, gradients=4),
+    "lstm": Cell("lstm", products=4, inputs=4, parameters=0, states=2, outputs=1, derivatives=6, gradients=4),
+}
