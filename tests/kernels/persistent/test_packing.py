@@ -9,6 +9,7 @@ import torch
 from gpus import H100
 from ostinato.kernels.persistent.cuda import packing
 from ostinato.kernels.persistent.cuda.heuristics import search
+from ostinato.kernels.persistent.cuda.heuristics.cells import CELLS
 from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
 from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers
 from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
@@ -103,7 +104,7 @@ def test_the_sparse_kernel_holds_what_its_estimate_says(cell, block):
     ]
     largest = max(fitting)
     for hidden, fits in ((16 * (largest * 94 // 1600), True), (16 * (largest * 11 // 160), False)):
-        start = Geometry("sparse", cell, hidden, torch.float16, 0, 0, 0, False, True)
+        start = Geometry("sparse", CELLS[cell], hidden, torch.float16, 0, 0, 0, False, True)
         coverings = [g for g in search._coverings(start, 4, small, 1) if g.columns == 4 and g.groups == 1]
         assert coverings or not fits
         mask = random_mask(cell, hidden, 0.1, block)

@@ -8,6 +8,7 @@ import torch
 
 from comparisons import same_bits
 from gpus import H100
+from ostinato.kernels.persistent.cuda.heuristics.cells import CELLS
 from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers
 from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 from ostinato.kernels.persistent.cuda.source import macros
@@ -47,7 +48,7 @@ def test_one_kernel_takes_two_to_eight_sequences(layer, backward):
 
 
 def test_weights_are_not_streamed_to_make_room_for_sequences_that_do_not_exist():
-    start = Geometry("dense", "lstm", 2048, f32, 16, 4, 1, exact=False, tiles=128, sum_buffers=1)
+    start = Geometry("dense", CELLS["lstm"], 2048, f32, 16, 4, 1, exact=False, tiles=128, sum_buffers=1)
     chosen = fill_registers(start, H100.shared_memory_per_block_optin)
     assert chosen.capacity == 4
     assert chosen.streamed < fill_registers(start._replace(columns=8), H100.shared_memory_per_block_optin).streamed
@@ -91,7 +92,7 @@ def test_adjacent_units_of_tensors_that_are_not_aligned():
 
 
 def test_adjacent_units_where_every_thread_has_pairs_of_them():
-    whole = Geometry("dense", "gru", 1024, bf16, 32, 16, 4)
+    whole = Geometry("dense", CELLS["gru"], 1024, bf16, 32, 16, 4)
     assert whole.adjacent == 2
     others = {"hidden_size": 1023, "units": 31, "columns": 8, "dtype": f32, "cell": "rnn_tanh", "distributed": True}
     assert all(whole._replace(**{name: x}).adjacent == 1 for name, x in others.items())

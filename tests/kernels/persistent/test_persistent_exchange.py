@@ -11,6 +11,7 @@ from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.cuda.heuristics import geometry
+from ostinato.kernels.persistent.cuda.heuristics.cells import CELLS
 from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
 from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 from persistent_cases import TOLERANCE, Case, assert_compiles, assert_matches_the_reference, double, errors
@@ -72,7 +73,7 @@ def test_kernels_within_clusters_compile_without_a_gpu(layer, backward):
 
 def test_rounded_states_show_their_step_unless_slices_are_padded():
     for cluster, hidden, tagged in ((1, 130, True), (2, 128, True), (2, 130, False)):
-        start = Geometry("dense", "gru", hidden, f32, 16, 8, 1, True, exact=False, cluster=cluster)
+        start = Geometry("dense", CELLS["gru"], hidden, f32, 16, 8, 1, True, exact=False, cluster=cluster)
         assert start.tagged == tagged
         assert not start._replace(exact=True).tagged
         assert not start._replace(dtype=f16).tagged

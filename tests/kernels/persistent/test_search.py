@@ -13,6 +13,7 @@ from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.cuda import wavefront
 from ostinato.kernels.persistent.cuda.heuristics import cudnn, geometry, search
+from ostinato.kernels.persistent.cuda.heuristics.cells import CELLS
 from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
 from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers
 from ostinato.kernels.persistent.cuda.source import code, macros
@@ -350,7 +351,7 @@ def test_a_block_loads_early_many_rounded_bytes_of_many_sequences():
     """At 256 sequences 5.5 microseconds a step, as two blocks of a cluster take; fewer bytes took a tenth longer."""
     for batch, exact, early in ((256, False, True), (128, False, True), (16, False, False), (256, True, False)):
         for backward in (False, True):
-            start = geometry.Geometry("dense", "gru", 512, f32, 0, 0, 0, backward, exact)
+            start = geometry.Geometry("dense", CELLS["gru"], 512, f32, 0, 0, 0, backward, exact)
             found = search.candidates(start, batch, 1.0, None, H100)
             alone = [g for g in found if g.cluster == g.block_groups == 1 and not g.distributed]
             fastest = min(alone, key=lambda g: microseconds(g, batch))
@@ -381,7 +382,7 @@ def test_few_kernels_serve_the_batches_of_a_training(monkeypatch, layer, dtype, 
 @pytest.mark.parametrize(("columns", "fits"), [(32, True), (64, False)])
 def test_states_and_sums_of_a_block_fit_into_registers(columns, fits):
     """With room for no weight, 1,172 bytes a thread were spilled."""
-    chosen = geometry.Geometry("dense", "gru", 1024, bf16, 32, columns, 4, sum_buffers=1, tiles=48)
+    chosen = geometry.Geometry("dense", CELLS["gru"], 1024, bf16, 32, columns, 4, sum_buffers=1, tiles=48)
     assert (fill_registers(chosen, H100.shared_memory_per_block_optin) is not None) == fits
 
 
