@@ -1,28 +1,29 @@
-// What a kernel needs to know of a cell: the members of a struct Cell.  RNN, GRU and LSTM have theirs in cells/, and
+// The interface of a cell: the members of a struct Cell.  Those of RNN, GRU and LSTM are in cells/, and
 // recurrence/weighted/cell.py prints that of a recurrence of the user's own.
 //
 // All functions compute one hidden unit of one sequence.  `before` and `after` are its states before and after a time
 // step, h first.
 //
-// STATES       one or two
-// PRODUCTS     rows of the recurrent matrix for each unit, which multiply h
-// INPUTS       numbers given at each step; to the first PRODUCTS of them those products are added
+// STATES       the number of states, one or two
+// PRODUCTS     rows of the recurrent matrix for each unit, whose products with h are `s`
+// INPUTS       numbers given at each step; the products are added to the first PRODUCTS of them
 // PARAMETERS   numbers that are the same at each step
-// KEPT         what the backward is given of the forward beside the pre-activations; see below
-// DERIVATIVES  numbers that differentiate() makes for pull()
-// GRADIENTS    numbers that the backward writes for each step
-// HAS_BIASES   whether the sums over steps of these are wanted, for the biases; else those of the parameters' gradients
+// KEPT         what the forward pass saves for the backward pass, beside the pre-activations; see below
+// DERIVATIVES  numbers that differentiate() computes for pull()
+// GRADIENTS    gradients that the backward pass writes for each step
+// HAS_BIASES   whether these are summed over steps, for the biases; else the gradients of the parameters are
 //
-// forward        The states after a step, from the inputs x, the products s and the parameters.  Leaves in x the
-//                pre-activations, which differentiate() takes.
-// differentiate  What of a step's derivatives does not depend on the gradients of its states, which arrive later.
-// pull           The gradients of the states before a step and, in `of_arguments`, the GRADIENTS and those of the
-//                parameters, from `grad`, the gradients of the states after it.
-// of_product     Which of the GRADIENTS is that of a product.
+// forward        Computes the states after a step from the inputs x, the products s and the parameters.  Leaves in x
+//                the pre-activations, which differentiate() takes.
+// differentiate  Computes the derivatives of a step that do not depend on the gradients of its states, which arrive
+//                later.
+// pull           From `grad`, the gradients of the states after a step, computes those of the states before it and, in
+//                `of_arguments`, the GRADIENTS, followed by the gradients of the parameters.
+// of_product     The index among the GRADIENTS of a product's gradient.
 
 enum class Kept {
-    NOTHING,     // pre-activations are h, as for an RNN, whose derivative is a function of it
-    CELLS,       // the second states in float32, in after[1]
-    RECURRENT,   // h, and in after[1] the recurrent part of a GRU's candidate
-    ALL_STATES,  // which the layer returns for each step
+    NOTHING,     // `pre` is h, as for an RNN, whose derivative is a function of it
+    CELLS,       // the second states in float32, which are after[1]
+    RECURRENT,   // h and, as after[1], the recurrent part of a GRU's candidate
+    ALL_STATES,  // all states, which the layer returns for each step
 };

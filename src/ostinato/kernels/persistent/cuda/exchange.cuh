@@ -1,42 +1,45 @@
 // The exchange of a step's results between the blocks of a group.
 //
-// Forward a block reads its group's whole previous state, backward the gradients of all gates at the step after.  A
-// word that is not there yet is ABSENT, a NaN that no block writes.  So the data is its own flag: a word that is no
-// longer that NaN has arrived, and no fence and no barrier between blocks is needed.  A word is 8 or 4 aligned bytes,
-// which are written atomically; it holds adjacent units of one sequence.
+// In the forward pass a block reads its group's whole previous state; in the backward pass, the gradients of all gates
+// at the step after, which the code calls a state, too.  A word that has not been written yet is ABSENT, a NaN that no
+// block writes.  So the data is its own flag: a word has arrived when it is no longer that NaN, and blocks need neither
+// fences nor barriers.  A word is 8 or 4 aligned bytes, which are written atomically; it holds adjacent units of one
+// sequence.
 //
-// Forward every step has its own buffer, filled beforehand, and each word is written once.  Where less is exchanged
-// than backward, a few buffers were measured to take longer than they save.
+// In the forward pass every step has its own buffer, filled beforehand, and each word is written once.  Less is
+// exchanged there than in the backward pass, and to reuse a few buffers was measured to take longer than it saves.
 //
-// Backward steps take a few buffers in turn, which stay in L2.  The thread that wrote a word makes it absent again half
-// of the buffers later, and writes there anew another half later.  This is why nobody waits for a word that is gone, or
-// takes an old one for the new one:
-//   - A word has one writer, and all accesses are relaxed, as large as the word, and of the GPU's scope.  So they are
-//     no data race, and what is seen of a word follows the writer's program.
-//   - Words are erased when they have been read.  By the time a block writes a step, all have read the last but one, as
-//     it needs what they made of that; in a cluster, threads without a state of their own may be a step behind.  No
-//     load returns what depends on its own result.
-//   - Words are absent before others poll for the next: what was stored has reached L2, which answers all polls of
-//     words, when the same thread has exchanged half of the buffers' steps with all others, several microseconds later.
-// The last rests on time.  PTX's memory model asks for a fence of the writer and one of the reader in between.  With
-// 16, 32 or 64 buffers a thread needs a fence every 6, 14 or 30 steps, and the median of 27 loops took 7.5, 3.9 and
-// 3.5 % longer (H200): a fence waits for all that a thread has stored, and more buffers take more of L2.  To erase by
-// atomic exchanges and wait for their results took 34 % longer, a buffer for each step 12 %.  A bit of each word
-// that tells laps apart would make a stale word one that is absent, but takes precision from one of the numbers.  Of
-// bulk copies of what is being written, as of two groups in turn, the model says nothing.
+// In the backward pass the steps use a few buffers in turn, which stay in L2.  The thread that wrote a word makes it
+// absent again after half as many steps as there are buffers, and reuses it after another half.  No thread waits for a
+// word that has been erased, or takes an old word for the new one, because:
+//   - Each word has one writer, and all accesses are relaxed, as large as the word, and at the scope of the GPU.  So
+//     there is no data race, and others see the word's values in the order of the writer's program.
+//   - A word has been read when it is erased.  By the time a block writes a step, all blocks have read the last step
+//     but one, as the block needs what they computed from it; in a cluster, threads that own no state may be a step
+//     behind.  No load can return a value that depends on its own result.
+//   - A word is absent before others poll for its next value: what a thread has stored has reached L2, where all polls
+//     are served, by the time it has exchanged half as many steps as there are buffers with all others, several
+//     microseconds later.
+// The last point rests on timing.  PTX's memory model asks for a fence by the writer and one by the reader instead.
+// With 16, 32 or 64 buffers a thread needs a fence every 6, 14 or 30 steps, and the median of 27 loops took 7.5, 3.9
+// and 3.5 % longer (H200): a fence waits for all stores of a thread, and more buffers take more of L2.  Erasing by
+// atomic exchanges whose results are waited for took 34 % longer, and a buffer for each step 12 %.  A bit in each word
+// that alternates with every round of the buffers would tell a stale word from a new one, but would cost one of the
+// numbers precision.  The model says nothing about bulk copies of words that are still being written, which ping-pong
+// uses.
 //
-// Numbers rounded to tf32 have spare bits, which mma ignores.  There each holds the number of its step (TAGGED): a word
-// has arrived when that is the one waited for, and four buffers are enough both ways.
+// Numbers rounded to tf32 have spare bits, which mma ignores.  There each number carries its step (TAGGED): a word has
+// arrived when it carries the step that is waited for, and four buffers are enough in both passes.
 //
-// With DISTRIBUTED all blocks of a group are one cluster.  Forward each has two buffers of the group's states in its
-// shared memory, taken in turn.  A block stores its words in those of all others, and makes words absent again once it
-// has read them.  By the time a word is written again, two steps later, it is: what the writer has read of the step
-// between, this block published after that.
-// Here, too, the model asks for fences; what is erased is in the block's own shared memory.
+// With DISTRIBUTED, all blocks of a group are one cluster.  In the forward pass each block has two buffers of the
+// group's states in its shared memory, used in turn.  A block stores its words in the buffers of all blocks, and makes
+// a word absent once it has read it.  So the word is absent when it is written again, two steps later: before that, the
+// writer has read the step in between from this block, which published that after it had erased the word.  Here, too,
+// the model asks for fences; but the erased words are in the block's own shared memory.
 //
-// Backward exchanges GATES times as much.  There each of CLUSTER blocks multiplies one slice of it with the rows of all
-// the cluster's units, and the partial sums are reduced through distributed shared memory.  If the cluster is the whole
-// group, the slice is what the block computed itself, and the sums are all that is exchanged.
+// The backward pass exchanges GATES times as much.  There each of CLUSTER blocks multiplies one slice of it with the
+// rows of all units of the cluster, and the partial sums are reduced through distributed shared memory.  If the cluster
+// is the whole group, the slice is what the block itself has computed, and only the sums are exchanged.
 
 using Word = unsigned long long;
 struct WordPair { Word word[2]; };  // 16 bytes, which are loaded together
@@ -54,12 +57,13 @@ __device__ inline bool absent(const WordPair& pair, unsigned step) {
     return absent(pair.word[0], step) || absent(pair.word[1], step);
 }
 
-// Where blocks form clusters, the cluster's barrier: all blocks have started, and none exits before all are done.
+// The barrier of the cluster, if blocks form clusters: before the loop all blocks must have started, and none may exit
+// before all are done.
 __device__ inline void sync_if_clustered() {
     if constexpr (CLUSTER > 1 || DISTRIBUTED) sync_cluster();
 }
 
-// From the buffer of a step to that of the next.
+// The distance from a step's buffer to that of the next step, in buffers.
 __device__ inline int to_next_buffer(int step) {
     return STATE_BUFFERS && (step + 1) % (STATE_BUFFERS + !STATE_BUFFERS) == 0 ? 1 - STATE_BUFFERS : 1;
 }
@@ -76,7 +80,7 @@ __device__ inline int to_next_buffer(int step) {
 #define LOAD_STATE "ld.relaxed.gpu.global"
 #endif
 
-// Loads words as they are stored: whole, or by halves.
+// The PTX that loads words as they are stored: whole, or in halves.
 #if HALF_WORDS
 #define LOAD_WORD(address)                                                                                           \
     "{ .reg .b32 h<2>; mov.b64 {h0, h1}, %0; @p " LOAD_STATE ".v2.b32 {h0, h1}, [" address "]; mov.b64 %0, {h0, h1}; }"
@@ -92,7 +96,8 @@ __device__ inline size_t state_address(const char* address) {
     return DISTRIBUTED ? __cvta_generic_to_shared(address) : reinterpret_cast<size_t>(address);
 }
 
-// Polls: loads only what is absent, predicated so that many loads are in flight together.  True if it was absent.
+// Loads a word again if it is absent, and returns whether it was.  The load is predicated, not branched around, so that
+// many are in flight together.
 __device__ inline bool poll(Word& word, const char* address, unsigned step) {
     const bool wanted = absent(word, step);
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; " LOAD_WORD("%2") " }"
@@ -108,7 +113,7 @@ __device__ inline bool poll(WordPair& pair, const char* address, unsigned step) 
     return wanted;
 }
 
-// The first load of a word, absent or not; zero, of any step, if it does not exist.
+// Loads a word for the first time, absent or not.  One that does not exist is zero, with the step's tag.
 __device__ inline void read(Word& word, const char* address, bool exists, unsigned step) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; mov.b64 %0, {%3, %3}; " LOAD_WORD("%2") " }"
                  : "=&l"(word) : "r"(unsigned(exists)), "l"(state_address(address)), "r"(step & TAG) : "memory");
@@ -121,15 +126,15 @@ __device__ inline void read(WordPair& pair, const char* address, bool exists, un
                  : "r"(unsigned(exists)), "l"(state_address(address)), "r"(step & TAG) : "memory");
 }
 
-// Makes words of the block's own buffers absent again.
+// Makes words in the block's own shared memory absent again.
 __device__ inline void erase(const char* address, int words) {
     for (int i = 0; i < words; ++i)
         asm volatile("st.relaxed.cluster.shared::cta.b64 [%0], %1;"
                      :: "l"(state_address(address + i * 8)), "l"(ABSENT) : "memory");
 }
 
-// A timeout of some seconds, counted in polls, not by a clock, since the GPU may be preempted.  After it a thread no
-// longer waits, and computes on with NaN.
+// A timeout of some seconds, counted in polls, not by a clock, as the GPU may be preempted.  After it a thread no
+// longer waits, and goes on with NaN.
 struct Timeout {
     int limit = 1 << 23, polls = 0;
     int* failure;
@@ -148,7 +153,7 @@ struct Timeout {
     }
 };
 
-// The bits of a number, or of zero, with every NaN canonical and so different from ABSENT.
+// The bits of a number, or of zero; every NaN becomes the canonical one, which is not ABSENT.
 __device__ inline Pack bits(float x, bool zero = false) {
     const float one[1] = {x};
     const Pack other = zero ? 0 : sizeof(Scalar) == 4 ? 0x7fffffffu : 0x7fffu;
@@ -161,18 +166,19 @@ __device__ inline unsigned round_to_tf32(unsigned x) {
     return rounded;
 }
 
-// The bits of a number as an operand of mma.  Unless EXACT, float32 is rounded to tf32 here, once, not at every use.
+// The bits of a number as an operand of mma.  Unless EXACT, float32 is rounded to tf32 here, once, instead of at every
+// use.
 __device__ inline unsigned operand_bits(float x, bool zero = false) {
     return sizeof(Scalar) == 4 && !EXACT ? round_to_tf32(bits(x, zero)) : bits(x, zero);
 }
 
-// The copies of a word in the shared memory of all blocks of a cluster.  Each lane of a word stores it for some of
-// them.
+// The copies of a word in the shared memory of all blocks of a cluster.  Each lane that has a unit of the word stores
+// some of the copies.
 struct Copies {
-    static constexpr int COUNT = (BLOCKS + WORD - 1) / WORD;  // of a lane
-    unsigned there[COUNT], window;  // the lower halves of generic addresses, and the upper half of all
+    static constexpr int COUNT = (BLOCKS + WORD - 1) / WORD;  // copies that a lane stores
+    unsigned there[COUNT], window;  // the lower halves of their generic addresses, and the upper half, which all share
 
-    // Of the word in which this block has an address.
+    // The copies of the word that contains an address of this block.
     __device__ explicit Copies(const char* address) {
         const size_t here = reinterpret_cast<size_t>(address) & ~size_t(7);
 #pragma unroll
@@ -180,11 +186,11 @@ struct Copies {
             size_t copy;
             asm("mapa.u64 %0, %1, %2;" : "=l"(copy) : "l"(here), "r"(min(lane_id() % WORD + i * WORD, BLOCKS - 1u)));
             there[i] = low(copy), window = high(copy);
-            asm volatile("" : "+r"(there[i]), "+r"(window));  // computed here, not where others wait for the word
+            asm volatile("" : "+r"(there[i]), "+r"(window));  // computed here, not while others wait for the word
         }
     }
 
-    // Publishes a number of each of consecutive lanes, a word's, or zero; all lanes must call it.
+    // Publishes a word, of which each of WORD consecutive lanes has one number, or zeros; all lanes must call it.
     __device__ void publish(float x, bool zero, bool within) const {
         const unsigned mine = operand_bits(x, zero), lane = lane_id() / WORD * WORD;
         unsigned half[2];
@@ -209,7 +215,7 @@ struct Copies {
     }
 };
 
-// Stores a word in global memory; of one that two blocks share, its lower half.
+// Stores a word in global memory; if two blocks share its 8 bytes, only the lower half.
 __device__ inline void store_if(bool wanted, char* address, Word word) {
     if (HALF_WORDS)
         asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.gpu.global.b32 [%1], %2; }"
@@ -219,8 +225,8 @@ __device__ inline void store_if(bool wanted, char* address, Word word) {
                      :: "r"(unsigned(wanted)), "l"(address), "l"(word) : "memory");
 }
 
-// Publishes the units of a word, ADJACENT from each of consecutive lanes, at the first's `address`, or its copies; all
-// lanes must call it.
+// Publishes a word, of which consecutive lanes have ADJACENT units each, at the first lane's `address`, or at its
+// copies; all lanes must call it.
 __device__ inline void publish(const float (&x)[ADJACENT], bool within, bool first, char* address, unsigned step) {
     if constexpr (DISTRIBUTED) return Copies(address).publish(x[0], false, within);
     unsigned mine = (operand_bits(x[0]) & ~TAG) | (step & TAG);
@@ -255,5 +261,5 @@ __device__ inline Adjacent<Pack> adjacent_bits(const float* x) {
     return all;
 }
 
-// Brings the operands of a later step into L2.  Loads return in order: one that missed L2 would delay the polls.
+// Brings operands of a later step into L2.  Loads return in order, so one that misses L2 would delay the polls.
 __device__ inline void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" :: "l"(address)); }

@@ -1,7 +1,7 @@
-// The kernel that runs before: packs the weights and the resets, and fills the exchange buffers with ABSENT, except for
-// the initial state in the first one of a forward pass.
+// The kernel that runs before the loop over time: packs the weights and the resets, and fills the exchange buffers with
+// ABSENT, except for the first buffer of a forward pass, which gets the initial state.
 
-// The word at a byte offset of the first step's buffer.
+// The initial word at a byte offset of a buffer: forward, of the initial state; backward, ABSENT, or zero in padding.
 __device__ inline Word initial_word(const Parameters& p, size_t byte) {
     const int place = byte % SLICE_BYTES, line = place / CHUNK;
     const int k = (line / COLUMNS * CHUNK + place % CHUNK) / int(sizeof(Scalar));
@@ -18,7 +18,7 @@ __device__ inline Word initial_word(const Parameters& p, size_t byte) {
     return word;
 }
 
-// Whether the state of a sequence is zero before the step of an iteration.
+// Whether the state of a sequence is reset before the step of an iteration.
 __device__ inline bool is_reset(const Parameters& p, int iteration, int sequence) {
     if (iteration >= p.steps) return false;
     const Rows rows(p, step_of(p, iteration));
@@ -28,7 +28,7 @@ __device__ inline bool is_reset(const Parameters& p, int iteration, int sequence
 extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Launch launch) {
     const Parameters& p = launch.own();
     const size_t stride = size_t(gridDim.x) * THREADS, thread = size_t(blockIdx.x) * THREADS + threadIdx.x;
-    if (p.weight) {  // else an earlier launch has packed them
+    if (p.weight) {  // else an earlier launch has packed the weights
         for (size_t i = thread; i < PACKED; i += stride) pack_weights(p, int(i));
     }
     const size_t marks = RESETS ? size_t(p.steps + 31) / 32 * p.batch : 0;

@@ -1,7 +1,7 @@
 // GRU: r = σ(x_r + s_r), z = σ(x_z + s_z), n = tanh(x_n + r * s_n), h' = (1 - z) * n + z * h
 //
-// The candidate n has two arguments that the backward needs, x_n and s_n.  Of the four gradients the first is that of
-// s_n and the last that of x_n, so that those of x and those of s each are adjacent.
+// The backward pass needs both parts of the candidate's argument, x_n and s_n.  Of the four gradients, the first is
+// that of s_n and the last that of x_n, so that the gradients of x are adjacent, and so are those of s.
 
 struct Cell {
     static constexpr int STATES = 1, PRODUCTS = 3, INPUTS = 3, PARAMETERS = 0, DERIVATIVES = 5, GRADIENTS = 4;

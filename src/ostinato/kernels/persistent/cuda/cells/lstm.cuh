@@ -1,4 +1,4 @@
-// LSTM: i, f, o = σ(x + s) of their own x and s, g = tanh(x_g + s_g), c' = f * c + i * g, h' = o * tanh(c')
+// LSTM: i, f, o = σ(x + s), each of its own x and s, g = tanh(x_g + s_g), c' = f * c + i * g, h' = o * tanh(c')
 //
 // Gates are in PyTorch's order: i, f, g, o.
 

@@ -1,4 +1,4 @@
-// RNN: h' = max(x + s, 0), NaN if that is
+// RNN: h' = max(x + s, 0), which propagates NaN
 
 struct Cell {
     static constexpr int STATES = 1, PRODUCTS = 1, INPUTS = 1, PARAMETERS = 0, DERIVATIVES = 1, GRADIENTS = 1;
