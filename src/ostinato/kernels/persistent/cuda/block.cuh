@@ -1,16 +1,18 @@
-// A block-sparse recurrent matrix on tensor cores: of each strip of 16 rows only the nonzero columns are multiplied.
+// The product of a block-sparse recurrent matrix, on tensor cores: only the nonzero columns of each strip of 16 rows
+// are multiplied.
 //
 // A tile is 16 rows by 32 bytes of a strip's nonzero columns, in any order; their state is gathered from shared memory,
-// one address per column.  The tiles of each strip are split into SHARES, which are assigned to the warps round-robin.
-// All warps have the same number of tiles in a round; LAST_TILES marks the last tile of each share.  Where a warp's
-// TILES tiles are, weights.cuh says.  The columns of a strip are ordered such that gathers are free of bank conflicts.
+// by one address per column.  The tiles of each strip are split into SHARES, which are assigned to the warps
+// round-robin.  In each round all warps have the same number of tiles; LAST_TILES marks the last tile of each share.
+// weights.cuh keeps the TILES tiles of a warp.  The columns of a strip are ordered such that gathers are free of bank
+// conflicts.
 
 __device__ constexpr bool ends_share(int tile) {
-    constexpr unsigned long long last[] = {LAST_TILES};  // a bit for each tile
+    constexpr unsigned long long last[] = {LAST_TILES};  // one bit per tile
     return last[tile / 64] >> tile % 64 & 1;
 }
 
-constexpr int AT_ONCE_SHARED = WARPS / SHARES;  // strips
+constexpr int AT_ONCE_SHARED = WARPS / SHARES;  // strips that the warps multiply in one round
 constexpr int SUM_ROWS = (ROWS / 16 + AT_ONCE_SHARED - 1) / AT_ONCE_SHARED * AT_ONCE_SHARED * 16;
 constexpr int SUM_PITCH = SUM_ROWS + 4;  // padded: stores of the accumulators have no bank conflicts
 constexpr int PARTS = SHARES * (HALVES ? 2 : 1);  // partial sums per row
@@ -18,7 +20,7 @@ constexpr int SUMS = PARTS * COLUMNS * SUM_PITCH;
 constexpr int CHAINS = 4;            // independent accumulators, to hide the latency of mma
 constexpr int AT_ONCE_GATHERED = 8;  // tiles whose gathers are in flight together
 constexpr int TILE_COLUMNS = 32 / sizeof(Scalar);
-constexpr int GATHERS = (TILES * TILE_COLUMNS + 31) / 32;  // column indices that a lane holds, two in a register
+constexpr int GATHERS = (TILES * TILE_COLUMNS + 31) / 32;  // places of columns that a lane holds, two per register
 
 // Packs one lane's registers of one tile.
 constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
@@ -41,8 +43,8 @@ struct Product {
     unsigned places[(GATHERS + 1) / 2];
     SharedState state;
 
-    // index:   (BLOCKS, WARPS, TILES, 32 lanes, elements in 16 bytes), 1-based indices into the matrix, 0 for padding
-    // places:  (BLOCKS, WARPS, GATHERS rounded up to even, 32 lanes), of the columns of consecutive tiles
+    // p.index:   (BLOCKS, WARPS, TILES, 32 lanes, elements in 16 bytes), 1-based indices into the matrix, 0 for padding
+    // p.places:  (BLOCKS, WARPS, GATHERS rounded up to even, 32 lanes), of the columns of consecutive tiles
     __device__ Product(const Parameters& p, int block, uint4* shared)
         : weights(tiles_of_lane<TILES>(p, block, shared + STATE_PIECES)), state(shared) {
         constexpr int PAIRS = (GATHERS + 1) / 2;
@@ -57,14 +59,14 @@ struct Product {
         return gather % 2 ? both >> 16 : both & 0xffffu;
     }
 
-    // Gathers the state for AT_ONCE_GATHERED tiles.
+    // Gathers the B operands of AT_ONCE_GATHERED tiles, beginning with tile `first`.
     __device__ void gather(int first, unsigned (&b)[AT_ONCE_GATHERED][2]) const {
 #pragma unroll
         for (int i = 0; i < AT_ONCE_GATHERED; ++i) {
             const int tile = first + i;
             if (tile >= TILES) continue;
             if constexpr (sizeof(Scalar) == 2) {
-                if (i % 2) continue;  // ldmatrix loads two tiles, transposed
+                if (i % 2) continue;  // one ldmatrix loads two tiles, transposed
                 const unsigned address = __cvta_generic_to_shared(state.places + place(tile / 2) * STATE_BYTES);
                 asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                              : "=r"(b[i][0]), "=r"(b[i][1]), "=r"(b[i + 1][0]), "=r"(b[i + 1][1])
@@ -83,13 +85,13 @@ struct Product {
 
     __device__ void start_load(const char* from, unsigned step) { state.start_load(from, step); }
 
-    // sums[part][sequence][row] = a share of the row's strip times the state that is being loaded.  With HALVES, places
-    // that hold the batch in their lower and in their upper half have separate partial sums, from separate columns of
-    // the mma.
+    // Multiplies this warp's shares of strips with the state that is being loaded, and stores the partial sums to
+    // sums[part][sequence][row].  With HALVES, columns whose places hold the sequences in their lower half and those
+    // that hold them in their upper half have separate partial sums, which are separate columns of the mma's result.
     __device__ void operator()(float* sums, Timeout& timeout) {
         state.wait_and_store(timeout);
         __syncthreads();
-        unsigned b[2][AT_ONCE_GATHERED][2];  // the next are gathered while these are multiplied
+        unsigned b[2][AT_ONCE_GATHERED][2];  // the next tiles' are gathered while these are multiplied
         gather(0, b[0]);
         float d[CHAINS][4] = {};
         const int column = lane_id() % 4 * 2, sequence = HALVES ? column % 4 : column;

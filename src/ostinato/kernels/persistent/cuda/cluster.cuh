@@ -1,16 +1,16 @@
 // Reduction over the blocks of a cluster, through distributed shared memory (split-K).
 //
 // Each block multiplies one slice of the gates' gradients with the rows of all units of the cluster.  The partial sum
-// of a row goes to the mailbox of the block that owns it, in one 64-bit word with the step's number as its flag, so
-// none is ever cleared.  Mailboxes are double-buffered by the step's parity.  Overwriting a slot two steps later is
-// safe: by then the writer has read values computed from the slot's content.
+// of a row goes to the mailbox of the block that owns the row, in a 64-bit word that carries the number of the step as
+// its flag, so no word is ever cleared.  Mailboxes are double-buffered by the step's parity.  Overwriting a slot two
+// steps later is safe: by then the writer has read values computed from the slot's content.
 //
-// Where the cluster is a whole group (DISTRIBUTED), a slice is what the block itself computed, and nothing else is
-// exchanged; see scatter.cuh.  Elsewhere it comes from all blocks of the group, and a block's own sums stay where they
-// are.
+// If the cluster is a whole group (DISTRIBUTED), a block's slice is what it has computed itself, and only the sums are
+// exchanged; see scatter.cuh.  Otherwise the slice comes from all blocks of the group, and a block does not send the
+// sums of its own units.
 
 struct Mailbox {
-    static constexpr int SHARE = UNITS * COLUMNS;  // words from each sender
+    static constexpr int SHARE = UNITS * COLUMNS;  // words from each sender, in each of two buffers
     static constexpr int SENDERS = DISTRIBUTED ? CLUSTER : CLUSTER - 1;
     static constexpr int WORDS = 2 * SENDERS * SHARE;
 
@@ -25,7 +25,8 @@ struct Mailbox {
         }
     }
 
-    // Where this block's sums of an item of another block, or with DISTRIBUTED of any, go at even steps.
+    // The address at even steps, in a peer's mailbox, of this block's sum of an item; with DISTRIBUTED the peer may be
+    // the block itself.
     __device__ size_t address(int peer, int item) const {
         const int from = DISTRIBUTED ? rank : (rank - peer + CLUSTER) % CLUSTER - 1;
         size_t there;
@@ -33,6 +34,7 @@ struct Mailbox {
         return there;
     }
 
+    // Stores adjacent sums, if `wanted`, to an address from address().
     __device__ static void send(bool wanted, size_t address, const Adjacent<float>& sum, int step) {
         Word word[ADJACENT];
 #pragma unroll
@@ -46,7 +48,7 @@ struct Mailbox {
                          :: "r"(unsigned(wanted)), "l"(there), "l"(word[0]) : "memory");
     }
 
-    // Loads adjacent words unless they are there.  True if they were not.
+    // Loads adjacent words again unless they carry the step's flag, and returns whether they did not.
     __device__ static bool poll(Word* word, unsigned address, unsigned flag) {
         const bool wanted = high(word[0]) != flag || high(word[ADJACENT - 1]) != flag;
         if (ADJACENT == 2)
@@ -59,17 +61,17 @@ struct Mailbox {
         return wanted;
     }
 
-    // Adds what was sent of a thread's items; garbage if the wait timed out.
+    // Adds the sums that others have sent for this thread's items; garbage if the wait times out.
     __device__ void add(Adjacent<float> (&sum)[ITEMS / ADJACENT], const Block& own, int step, Timeout& timeout) const {
         if (SENDERS == 0) return;
         constexpr int LOADS = ITEMS / ADJACENT;
         const unsigned flag = step + 1;
-        unsigned mine[LOADS];  // shared addresses
+        unsigned mine[LOADS];  // addresses in shared memory
         Word words[LOADS][SENDERS + 1][ADJACENT];
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             mine[i] = __cvta_generic_to_shared(slots + step % 2 * SENDERS * SHARE + own.item(i * ADJACENT));
-            asm volatile("" : "+r"(mine[i]));  // or else the address of each word would be computed at every poll
+            asm volatile("" : "+r"(mine[i]));  // else the compiler would compute each word's address at every poll
 #pragma unroll
             for (int from = 0; from < SENDERS; ++from) {
 #pragma unroll

@@ -1,19 +1,19 @@
-// A dense recurrent matrix on tensor cores.
+// The product of a dense recurrent matrix, on tensor cores.
 //
 // Each warp multiplies its part of the columns with all rows of the block, or with half of them.  The order of columns
 // within a tile is free, and chosen such that a word of the state in memory is a lane's fragment of the B operand; see
 // operand.cuh.
 //
-// Where a warp's TILES tiles are, weights.cuh says.  If the last row tile has at most 8 rows (HALF), one tile holds
-// them for two column tiles, in its upper and its lower half: it is multiplied with the state of both, and of each
-// product only one half is used.
+// weights.cuh keeps the TILES tiles of a warp.  If the last row tile has at most 8 rows (HALF), one tile holds these
+// rows for two column tiles, in its upper and its lower half: it is multiplied with the state of both, and only one
+// half of each product is used.
 
 constexpr int ROW_TILES = (ROWS + 15) / 16 / SHARING;  // of a warp
 constexpr bool HALF = (ROWS - 1) % 16 < 8;
-constexpr int FULL = ROW_TILES - HALF;
+constexpr int FULL = ROW_TILES - HALF;  // whole row tiles of a warp
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
-// In ping-pong, tiles in shared memory are read two ahead if they are many.  More sequences leave no registers for it,
-// and a tile that two column tiles share is taken twice.
+// In ping-pong, tiles in shared memory are read two tiles ahead if there are many.  With more sequences there are no
+// registers for that, and a tile that two column tiles share would be taken twice.
 constexpr bool READS_AHEAD = BLOCK_GROUPS > 1 && SEQUENCE_TILES == 1 && !HALF && TILES - IN_REGISTERS >= 8;
 constexpr int MOST_EARLY = STREAMED ? 0 : BLOCK_GROUPS == 1 ? 4 : READS_AHEAD ? 2 : 0;
 constexpr int EARLY = TILES - IN_REGISTERS < MOST_EARLY ? TILES - IN_REGISTERS : MOST_EARLY;  // read while waiting
@@ -21,15 +21,16 @@ constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
 constexpr int CHAINS = PRODUCTS >= 4 ? 1 : PRODUCTS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency
 constexpr int SUM_PITCH = 16 * ROW_TILES * SHARING + 4;  // padded: stores of the accumulators have no bank conflicts
 constexpr int SUMS = PARTS * COLUMNS * SUM_PITCH;
-constexpr bool BY_FOUR = SHARES_WORK;  // where all wait for few loads, sums of a row are loaded by four
+constexpr bool BY_FOUR = SHARES_WORK;  // four sums of a row are loaded at once, as all threads wait for these few loads
 constexpr int ROW_PITCH = BY_FOUR ? WARPS : 1;
 
-// Tiles are ordered by column; one shared by two column tiles follows the others of the first.
+// The index of the tile in a column and row of tiles.  Tiles are ordered by column; one that two columns share follows
+// the others of the first column.
 __device__ constexpr int tile_at(int column, int row) {
     return row < FULL ? column * FULL + HALF * ((column + 1) / 2) + row : column / 2 * (2 * FULL + 1) + FULL;
 }
 
-// Of a warp, among the block's.
+// The first row of a warp, among the block's rows.
 __device__ inline int first_row(int warp) { return warp % SHARING * ROW_TILES * 16; }
 
 // Packs one lane's registers of one tile.
@@ -62,10 +63,11 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
 }
 
 struct Accumulators {
-    float d[CHAINS][FULL + 1][SEQUENCE_TILES][4], halves[2][SEQUENCE_TILES][4];  // of whole tiles, and of shared ones
+    // Of whole tiles; and of tiles that two column tiles share, for each of these.
+    float d[CHAINS][FULL + 1][SEQUENCE_TILES][4], halves[2][SEQUENCE_TILES][4];
 };
 
-// Where four sums of a row are, in units of 16 bytes: eight rows that follow each other are in different banks.
+// The place of four sums of a row, in units of 16 bytes; those of eight consecutive rows are in different banks.
 __device__ inline int place_of_four(int row, int four, int sequence) {
     const int place = row * (WARPS / 4) + four;
     return sequence * 16 * ROW_TILES * (WARPS / 4) + (place ^ (place / 8 % (32 / WARPS)));
@@ -75,8 +77,8 @@ struct Product {
     Weights<TILES, EARLY> weights;
     uint4 early[EARLY + 1];
     Operand operand;
-    // The thread's number, by a shuffle: with a mask of resets, the compiler would read it again at every step, from a
-    // special register, while all wait for the sums whose places it gives.
+    // The thread's index, hidden behind a shuffle.  With resets, the compiler would otherwise read it from a special
+    // register again at every step, to compute where sums are stored, while all threads wait for them.
     static constexpr bool KEEPS_NUMBER = RESETS && SHARES_WORK;
     unsigned number = KEEPS_NUMBER ? __shfl_sync(~0u, threadIdx.x, lane_id()) : 0;
 
@@ -84,7 +86,7 @@ struct Product {
     __device__ Product(const Parameters& p, int block, uint4* shared)
         : weights(tiles_of_lane<TILES>(p, block, shared + Operand::SHARED / 16)), operand(p, shared) {}
 
-    // A tile's registers.  None is streamed where some are read early.
+    // Returns a tile.  If some tiles are read early, none is streamed.
     __device__ uint4 take(int tile) {
         if (READS_AHEAD && !weights.is_in_registers(tile)) {
             const int k = tile - weights.registers_before(tile);
@@ -98,12 +100,13 @@ struct Product {
     __device__ unsigned lane() const { return KEEPS_NUMBER ? number % 32 : lane_id(); }
     __device__ unsigned warp() const { return KEEPS_NUMBER ? number / 32 : warp_id(); }
 
-    // Starts to bring the `state`, whether it is there or not.
+    // Starts to load the `state`, whether it has arrived or not.
     __device__ void start_load(const char* state, unsigned step) { operand.start_load(state, step); }
 
-    // sums[part][sequence][row] = this warp's share of the recurrent matrix times the state that is being loaded, after
-    // free(), which waits until the sums may be overwritten; or, by four, one of those of sums[sequence][row], another
-    // where sequences are stored together.
+    // Multiplies this warp's share of the recurrent matrix with the state that is being loaded, and stores the partial
+    // sums to sums[part][sequence][row] after free(), which waits until these may be overwritten.  With BY_FOUR, the
+    // partial sums of sums[sequence][row] are stored in fours; a warp's place in a four differs between the sequences
+    // that are stored together, which would otherwise be in the same bank.
     template <typename Free> __device__ void operator()(float* sums, Timeout& timeout, Free free) {
         timeout.restart();
         Accumulators accumulators;
@@ -159,7 +162,7 @@ struct Product {
     }
 
     __device__ void operator()(float* sums, Timeout& timeout) {
-        (*this)(sums, timeout, [] { if (SUM_BUFFERS == 1) __syncthreads(); });  // the last step's have been read
+        (*this)(sums, timeout, [] { if (SUM_BUFFERS == 1) __syncthreads(); });  // the last step's sums have been read
     }
 
     __device__ Span span(const Parameters &, int, int) const { return {}; }

@@ -1,6 +1,6 @@
-// Products of a 16-row tile of weights with the state of 8 sequences, accumulated in float32 on tensor cores.
+// Products of a 16-row tile of weights with the state of 8 sequences, on tensor cores, accumulated in float32.
 //
-// The tile has 32 bytes of columns: 16, or 8 of float32.
+// A tile has 32 bytes of columns: 16 columns, or 8 in float32.
 
 __device__ inline void mma(float (&d)[4], const uint4& a, unsigned b0, unsigned b1, Half) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -17,15 +17,15 @@ __device__ inline void mma_tf32(float (&d)[4], const uint4& a, unsigned b0, unsi
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-// EXACT float32: split into two tf32 numbers that hold all bits but the last.
+// Splits an EXACT float32 number into two tf32 numbers, which hold all of its bits but the last.
 __device__ inline void split(unsigned x, unsigned& head, unsigned& tail) {
-    asm volatile("" : "+r"(x));  // split at every step: hoisted, the weights would take three times the registers
+    asm volatile("" : "+r"(x));  // split at every step: hoisted, split weights would take three times the registers
     head = (x + 0x1000u) & 0xffffe000u;
     tail = __float_as_uint(__uint_as_float(x) - __uint_as_float(head));  // NaN if x is not finite
 }
 
 __device__ inline void mma(float (&d)[4], const uint4& a, unsigned b0, unsigned b1, float) {
-    if (!EXACT) return mma_tf32(d, a, b0, b1);  // rounded when they were packed and published
+    if (!EXACT) return mma_tf32(d, a, b0, b1);  // operands were rounded when they were packed or published
     uint4 a_head, a_tail;
     unsigned b0_head, b0_tail, b1_head, b1_tail;
     split(a.x, a_head.x, a_tail.x);
@@ -34,7 +34,7 @@ __device__ inline void mma(float (&d)[4], const uint4& a, unsigned b0, unsigned 
     split(a.w, a_head.w, a_tail.w);
     split(b0, b0_head, b0_tail);
     split(b1, b1_head, b1_tail);
-    float sum[4] = {};  // tensor cores truncate sums, so the long accumulation uses FP32 additions, which round
+    float sum[4] = {};  // tensor cores truncate sums, so the long accumulation is by FP32 additions, which round
     mma_tf32(sum, a_tail, b0_head, b1_head);
     mma_tf32(sum, a_head, b0_tail, b1_tail);
     mma_tf32(sum, a_head, b0_head, b1_head);
@@ -42,8 +42,8 @@ __device__ inline void mma(float (&d)[4], const uint4& a, unsigned b0, unsigned 
     for (int i = 0; i < 4; ++i) d[i] += sum[i];
 }
 
-// Exact float32 of one sequence uses FMA instructions, since tensor cores would need three tf32 products.  All lanes
-// then hold the same state, and each accumulates its columns' share of two rows in d[0] and d[2].
+// EXACT float32 with one sequence uses FMA instructions, since tensor cores would need three tf32 products.  Each lane
+// then accumulates the share of its columns in the sums of two rows, in d[0] and d[2].
 constexpr bool BY_FMA = EXACT && COLUMNS == 1;
 
 __device__ inline void multiply(float (&d)[4], const uint4& a, Word b) {
@@ -53,7 +53,7 @@ __device__ inline void multiply(float (&d)[4], const uint4& a, Word b) {
     d[2] = fmaf(__uint_as_float(a.y), first, fmaf(__uint_as_float(a.w), second, d[2]));
 }
 
-// Reduces a row's sum over the four lanes that hold shares of it.
+// Reduces a row's sum over the four lanes that hold shares of it, if FMA instructions have computed it.
 __device__ inline float over_lanes(float sum) {
     if (!BY_FMA) return sum;
     sum += __shfl_xor_sync(~0u, sum, 1);
@@ -66,9 +66,9 @@ __device__ inline void store_if(bool wanted, float* address, float x) {
                  :: "r"(unsigned(wanted)), "r"(unsigned(__cvta_generic_to_shared(address))), "f"(x) : "memory");
 }
 
-struct Span {};  // empty: every row has the same number of partial sums
+struct Span {};  // which threads have partial sums of a row; here all rows have the same number
 
-// The sums of parts of adjacent rows.
+// Adds up the PARTS partial sums of adjacent rows, pairwise.
 template <int PARTS> __device__ inline Adjacent<float> add(const float* sums, int pitch) {
     if constexpr (PARTS == 1) return Adjacent<float>::load(sums);
     else return add<PARTS / 2>(sums, pitch) + add<PARTS - PARTS / 2>(sums + PARTS / 2 * pitch, pitch);

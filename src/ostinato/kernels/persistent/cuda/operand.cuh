@@ -1,31 +1,32 @@
-// The B operand of a warp's products: its part of the columns of the state, in pairs of words, 16 bytes, which are a
-// lane's fragments of two column tiles.
+// The B operand of a warp's products: its part of the columns of the state.  A lane reads it in pairs of words, of 16
+// bytes, which are its fragments of two column tiles.
 //
-// A part is an eighth of the columns.  In ping-pong it is a quarter, which two warps multiply with half of the rows
-// each, where that moves less in shared memory: the state is read twice, but of sums half as many are written and read,
-// and registers hold weights in place of the others.  SHARING is the number of warps of a part.
+// Each warp multiplies an eighth of the columns.  In ping-pong, two warps share a quarter of them and multiply it with
+// half of the rows each, if that moves less through shared memory: the state is read twice, but only half as many sums
+// are written and read, and registers hold weights in place of the others.  SHARING is the number of warps per part.
 
 static_assert(SHARING == 1 || (BLOCK_GROUPS > 1 && ROWS % 32 == 0), "copied parts are shared, in whole row tiles");
 constexpr int PARTS = WARPS / SHARING;
 constexpr int COLUMN_TILES = (ROW_BYTES + 32 * PARTS - 1) / (32 * PARTS);  // of a part
-constexpr int PAIRS = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tiles, 16 bytes; an odd one has 8
+constexpr int PAIRS = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // pairs of tiles, 16 bytes of a lane; an odd tile, 8
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
 static_assert(COLUMNS <= 8 || COLUMNS % 8 == 0, "lanes beyond the last sequence have another's");
-// Nearly always all has arrived with the first load, and tests of one word after the other only delay the product: all
-// are tested together.  Less of rounded float32 has, and there it is faster to poll each absent word at once.
+// Nearly always, all words have arrived with the first load, and to test them one by one only delays the product: they
+// are tested together.  In tf32 fewer have arrived, and polling each absent word at once is faster.
 constexpr bool TESTS_ALL = !TAGGED && !DISTRIBUTED;
 
 __device__ inline unsigned part_id() { return warp_id() / SHARING; }
 
-// The byte of the state with which a pair of a part begins, or its odd tile, as number PAIRS.  In global memory that of
-// every second part comes before its pairs: with the one of the part before it fills 64 bytes, and pairs are aligned.
+// The byte of the state at which a pair of a part begins, or with PAIRS as the pair, the part's odd tile.  In global
+// memory the odd tile of every second part comes before its pairs: with the odd tile of the part before, it fills 64
+// bytes, so that pairs are aligned.
 __device__ inline int first_byte(int part, int pair) {
     const int first = part * 32 * COLUMN_TILES;
     if (ODD && !DISTRIBUTED && part % 2) return first + (pair < PAIRS ? 32 + pair * 64 : 0);
     return first + pair * 64;
 }
 
-// Whether any of several words has not arrived, for one instruction each.
+// Tests whether any of several words is absent, by one instruction per word.
 struct Arrivals {
     unsigned combined = 0;
 
@@ -43,10 +44,10 @@ struct Arrivals {
 struct LoadedOperand {
     static constexpr int SHARED = 0;  // bytes of shared memory
 
-    unsigned sequence;            // of this lane in each tile of eight; lanes beyond the last have another's
-    unsigned offset, odd_offset;  // in bytes, of this lane's first word in a sequence's state, and of an odd tile's
-    const char *mine, *mine_odd;  // the same of the state that is being loaded
-    unsigned step;                // of that
+    unsigned sequence;            // this lane's in each tile of eight; lanes beyond the last sequence read another one
+    unsigned offset, odd_offset;  // in bytes, of this lane's first word in a sequence's state, and in its odd tile
+    const char *mine, *mine_odd;  // the addresses of these words in the state that is being loaded
+    unsigned step;                // of that state
     WordPair pairs[SEQUENCE_TILES][PAIRS + 1];
     Word odd[SEQUENCE_TILES];
 
@@ -55,8 +56,8 @@ struct LoadedOperand {
           offset(first_byte(part_id(), 0) + lane_id() % 4 * 16),
           odd_offset(first_byte(part_id(), PAIRS) + lane_id() % 4 * 8) {}
 
-    // Calls a function for each pair of the state that this lane multiplies, the odd tile's word being the last of a
-    // sequence tile: with the tile, its number there, its address and whether it exists.
+    // Calls a function for each pair of words that this lane multiplies, with the sequence tile, the pair's index in
+    // it, its address, and whether it exists.  The word of an odd tile has the index PAIRS.
     template <typename Function> __device__ void each(Function take) const {
         constexpr bool WHOLE = ROW_BYTES % (32 * PARTS) == 0;
 #pragma unroll
@@ -68,7 +69,7 @@ struct LoadedOperand {
         }
     }
 
-    // Starts to load the `state`, whether it is there or not.
+    // Starts to load the `state`, whether it has arrived or not.
     __device__ void start_load(const char* state, unsigned of_step) {
         step = of_step;
         mine = state + slice_offset(offset, sequence), mine_odd = state + slice_offset(odd_offset, sequence);
@@ -87,7 +88,7 @@ struct LoadedOperand {
         return arrivals.any_absent();
     }
 
-    // Waits for all of it.
+    // Waits until all of the state has arrived.
     __device__ void wait(Timeout& timeout) {
         const auto poll_again = [&](int s, int i, const char* address, bool) {
             return i < PAIRS ? poll(pairs[s][i], address, step) : poll(odd[s], address, step);
@@ -110,25 +111,25 @@ struct LoadedOperand {
     }
 
     __device__ WordPair pair(int s, int i) const { return i < PAIRS ? pairs[s][i] : WordPair{odd[s], 0}; }
-    __device__ static bool lacked_any(Timeout&) { return false; }   // it was waited for
+    __device__ static bool lacked_any(Timeout&) { return false; }   // wait() has waited for all
 };
 
-// Copied into shared memory by the asynchronous proxy, one bulk copy a part: what is on its way takes no registers.
-// Nearly always all has arrived with the first copy, so it is multiplied before that is known, and once more if not.
+// Copied into shared memory, by one bulk copy per part: unlike loads in flight, copies take no registers.  Nearly
+// always the whole state has arrived when it is copied, so it is multiplied before that is known, and again if not.
 struct CopiedOperand {
     static constexpr int BYTES = PAIRS * COLUMNS * CHUNK;  // of a part
-    static constexpr int SHARED = PARTS * (BYTES + 16);     // with the barriers
-    static constexpr int ALL_HAVE_READ = 8;                 // barriers of warps that share a part: that of the first
+    static constexpr int SHARED = PARTS * (BYTES + 16);     // bytes of shared memory, with the barriers
+    static constexpr int ALL_HAVE_READ = 8;                 // the first named barrier of warps that share a part
 
-    char* copy;                   // this warp's part
+    char* copy;                   // of this warp's part
     unsigned barrier;             // which a copy completes
-    unsigned phase = 0, awaited;  // of the next copy, and of the last
-    const char* mine;             // the same part of the state that is being loaded
-    unsigned step;                // of that
+    unsigned phase = 0, awaited;  // the barrier's phase for the next copy, and for the last
+    const char* mine;             // this warp's part of the state that is being loaded
+    unsigned step;                // of that state
     Arrivals arrivals;
 
     CopiedOperand() = default;
-    // A barrier of the warps that multiply must follow.
+    // A barrier of all warps that multiply must follow, as one thread initialises the barriers.
     __device__ CopiedOperand(const Parameters &, uint4* shared)
         : copy(reinterpret_cast<char*>(shared) + part_id() * BYTES), barrier(barrier_of(shared, part_id())) {
         if (threadIdx.x == 0) {
@@ -140,14 +141,14 @@ struct CopiedOperand {
         return shared_address(shared + PARTS * BYTES / 16) + part * 8;
     }
 
-    // Starts to copy the `state`, whether it is there or not.
+    // Starts to copy the `state`, whether it has arrived or not.
     __device__ void start_load(const char* state, unsigned of_step) {
         step = of_step, mine = state + part_id() * BYTES;
         request();
     }
 
     __device__ void request() {
-        if (SHARING == 1) __syncwarp();  // all have read the last copy
+        if (SHARING == 1) __syncwarp();  // all lanes have read the last copy
         else asm volatile("bar.sync %0, %1;" :: "r"(ALL_HAVE_READ + part_id()), "n"(32 * SHARING) : "memory");
         if (lane_id() == 0 && warp_id() % SHARING == 0) {
             expect(barrier, BYTES);
@@ -169,7 +170,8 @@ struct CopiedOperand {
         return {both.x, both.y};
     }
 
-    // Whether any of it had not arrived; if so, copies it again.  Warps that share a part have read the same.
+    // Whether some words had not arrived; if so, copies the part again.  Warps that share a part have read the same
+    // copy, and so agree.
     __device__ bool lacked_any(Timeout& timeout) {
         const bool lacks = __any_sync(~0u, arrivals.any_absent()) && timeout.may_poll();
         if (lacks) request();

@@ -1,18 +1,19 @@
-// A dense recurrent matrix, transposed, of a group whose blocks are one cluster.
+// The backward product of a dense recurrent matrix, for a group whose blocks are one cluster.
 //
-// Nothing is exchanged before the product: each block multiplies the gradients of its own units' gates, from its shared
-// memory, with the rows of all units, on tensor cores, and sends each sum to the block that owns the row; see
-// cluster.cuh.  A warp has whole rows, so that its accumulators are the sums.  All weights are in registers.
+// Nothing is exchanged before the product.  Each block multiplies the gradients of its own units' gates, from its
+// shared memory, with the rows of all units of the transposed matrix, on tensor cores, and sends each sum to the block
+// that owns the row; see cluster.cuh.  A warp has whole rows, so its accumulators hold the block's sums.  All weights
+// are in registers.
 
 constexpr int ROW_TILES = (ROWS + 15) / 16;
 constexpr int WARP_ROWS = (ROW_TILES + WARPS - 1) / WARPS;  // row tiles of a warp, every eighth
 constexpr int COLUMN_TILES = (ROW_BYTES + 31) / 32;
-constexpr int PAIRS = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tiles: 16 bytes; of an odd one: 8
+constexpr int PAIRS = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // pairs of tiles, 16 bytes of a lane; an odd tile, 8
 constexpr int TILES = WARP_ROWS * COLUMN_TILES;
 constexpr int CHAINS = WARP_ROWS >= 4 ? 1 : WARP_ROWS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency
 constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
 
-// Packs one lane's registers of one tile.  The order of columns within a tile is free: as in dense.cuh, that of a
+// Packs one lane's registers of one tile.  The order of columns within a tile is free; as in dense.cuh, it is that of a
 // lane's 16 bytes of two tiles.
 __device__ inline void pack_weights(const Parameters& p, int i) {
     const int lane = i % 32, tile = i / 32 % TILES, warp = i / (32 * TILES) % WARPS, block = i / (32 * TILES * WARPS);
@@ -31,9 +32,9 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
 
 struct Product {
     uint4 in_registers[TILES];
-    float total[WARP_ROWS][4];  // of this lane's rows and columns, as mma leaves them
+    float total[WARP_ROWS][4];  // the sums of this lane's rows and columns, in the order of mma's results
 
-    // shared: of the gradients, in two buffers; their padding stays zero
+    // shared: two buffers of gradients, whose padding stays zero
     __device__ Product(const Parameters& p, int block, uint4* shared) {
         const uint4* weights = reinterpret_cast<const uint4*>(p.packed) + (block * WARPS + warp_id()) * TILES * 32;
 #pragma unroll
@@ -71,13 +72,13 @@ struct Product {
     }
 
     __device__ Span span(const Parameters &, int, int) const { return {}; }
-    // A block sends itself what is its own.
+    // No sum is read from shared memory: a block sends itself its own, too.
     __device__ static Adjacent<float> sum(const float *, Span, int, int) { return {}; }
 };
 
-// Sends the sums from the registers in which they are.
+// Sends the sums to the blocks that own their rows, straight from registers.
 struct Sender {
-    size_t addresses[WARP_ROWS][2];  // where the sums of this lane's rows go, of its first column
+    size_t addresses[WARP_ROWS][2];  // where the sums of this lane's rows go, for its first column
 
     __device__ explicit Sender(const Mailbox& mailbox) {
 #pragma unroll

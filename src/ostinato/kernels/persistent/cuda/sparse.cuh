@@ -1,23 +1,23 @@
-// A recurrent matrix with unstructured sparsity: (index, weight) pairs, multiplied by FMA instructions.
+// The product of a recurrent matrix with unstructured sparsity: (place, weight) pairs, by FMA instructions.
 //
-// A thread works on one row of the block; a row has as many consecutive threads as its weights need, so the load is
-// about even.  For each weight a thread gathers the batch of one unit from shared memory in one load; weights are
-// ordered such that the gathers of a warp are free of bank conflicts.
+// A thread works on one row of the block; a row has as many consecutive threads as its weights need, so that the load
+// is about even.  For each weight, a thread gathers the state of one unit in all sequences from shared memory, in one
+// load; weights are ordered such that the gathers of a warp are free of bank conflicts.
 //
-// A thread's weights are ENTRIES entries of two.  The first stay in registers (IN_REGISTERS), the next in shared memory
-// (IN_SHARED).  The last do not fit on chip (STREAMED): they are read from L2 at every step, AHEAD of them in advance,
-// the first while the block waits for the state.  Only the first are unrolled: instructions for all would not fit into
-// their cache.
+// A thread has ENTRIES entries of two weights each.  The first IN_REGISTERS stay in registers, the next IN_SHARED in
+// shared memory.  The last STREAMED do not fit on chip and are read from L2 at every step; these loads are issued AHEAD
+// entries in advance, the first ones while the block waits for the state.  Only the entries in registers are unrolled:
+// instructions for all would not fit into the instruction cache.
 
 constexpr int IN_SHARED = ENTRIES - IN_REGISTERS - STREAMED;
-constexpr int UNROLLED = 16;  // of IN_SHARED
+constexpr int UNROLLED = 16;  // entries in shared memory per iteration of their loop
 constexpr int EACH = IN_SHARED / (STREAMED + !STREAMED);
-constexpr int BESIDE = !STREAMED ? 0 : EACH < 2 ? EACH : 2;  // of IN_SHARED, for each that is streamed
+constexpr int BESIDE = !STREAMED ? 0 : EACH < 2 ? EACH : 2;  // entries in shared memory added with each streamed one
 constexpr int SUMS = COLUMNS * THREADS;
 constexpr int PARTS = sizeof(Scalar) == 2 ? 2 : 3;  // of an entry, 4 bytes each
 
-// Two weights and their places.  With 16-bit weights each part is a (place, weight) pair; with 32-bit ones the first
-// part holds both places.
+// Two weights and their units' places in the state.  With 16-bit weights each part is a (place, weight) pair; with
+// 32-bit weights the first part holds both places, and the others one weight each.
 struct Entry {
     unsigned part[PARTS];
 
@@ -39,7 +39,7 @@ struct Entry {
     }
 };
 
-// The first and the last thread with partial sums of a row.
+// The first and the last thread that have partial sums of a row.
 struct Span { unsigned char first, last; };
 
 __device__ inline Span load_span(const Parameters& p, int block, int row) {
@@ -47,7 +47,7 @@ __device__ inline Span load_span(const Parameters& p, int block, int row) {
     return {static_cast<unsigned char>(both), static_cast<unsigned char>(both >> 8)};
 }
 
-// Packs one thread's entry.
+// Packs one entry of one thread.
 constexpr int PACKED = BLOCKS * ENTRIES * THREADS;
 
 __device__ inline void pack_weights(const Parameters& p, int i) {
@@ -61,7 +61,8 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
         packed[(PARTS - 2 + j) * THREADS] = sizeof(Scalar) == 4 ? weight[j] : place[j] | weight[j] << 16;
 }
 
-// f(i, its place in the chunk) for 0 <= i < COUNT; only the CHUNK are unrolled.
+// Calls f(i, index within the chunk) for 0 <= i < COUNT, in a loop over chunks; only the iterations of a CHUNK are
+// unrolled.
 template <int COUNT, int CHUNK, typename Function> __device__ inline void in_chunks(Function f) {
 #pragma unroll 1
     for (int first = 0; first + CHUNK <= COUNT; first += CHUNK)
@@ -72,12 +73,12 @@ template <int COUNT, int CHUNK, typename Function> __device__ inline void in_chu
 }
 
 struct Product {
-    const unsigned* packed;  // this thread's part: (BLOCKS, ENTRIES, PARTS, THREADS)
+    const unsigned* packed;  // (BLOCKS, ENTRIES, PARTS, THREADS), from this thread's first
     unsigned* shared;        // (IN_SHARED, PARTS, THREADS), from this thread's first
     Entry in_registers[IN_REGISTERS + 1], ahead[AHEAD];  // no array is empty
     SharedState state;
 
-    // index and places: (BLOCKS, ENTRIES, 2, THREADS); index is 1-based into the matrix, 0 for padding
+    // p.index, p.places: (BLOCKS, ENTRIES, 2, THREADS); indices are 1-based into the matrix, 0 for padding
     __device__ Product(const Parameters& p, int block, uint4* memory)
         : packed(p.packed + block * ENTRIES * PARTS * THREADS + threadIdx.x),
           shared(reinterpret_cast<unsigned*>(memory + STATE_PIECES) + threadIdx.x),
@@ -136,7 +137,8 @@ struct Product {
         }
     }
 
-    // Adds a streamed entry and what is kept beside it; refills its slot with a later one, of this step or the next.
+    // Adds a streamed entry, whose slot it refills with a later one, of this step or the next, and the BESIDE entries
+    // in shared memory that go with it.
     __device__ void add_streamed(float (&d)[STATE_COLUMNS], int i, int slot) {
         const Entry entry = ahead[slot];
         const int next = i + AHEAD;
@@ -148,7 +150,8 @@ struct Product {
 
     __device__ void start_load(const char* from, unsigned step) { state.start_load(from, step); }
 
-    // sums[sequence][thread] = this thread's share of its row of the matrix times the state that is being loaded.
+    // Multiplies this thread's weights with the state that is being loaded, and stores the partial sums of its row to
+    // sums[sequence][thread].
     __device__ void operator()(float* sums, Timeout& timeout) {
         state.wait_and_store(timeout);
         __syncthreads();

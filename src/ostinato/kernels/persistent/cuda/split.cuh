@@ -1,8 +1,8 @@
-// The partial sums of a cluster's other units, which Product left in shared memory.
+// Sends the partial sums of the units of a cluster's other blocks, which Product has left in shared memory.
 
 struct Sender {
-    static constexpr int COUNT = (CLUSTER - 1) * UNITS * COLUMNS;
-    static constexpr int SENDS = (COUNT + OWNERS * ADJACENT - 1) / (OWNERS * ADJACENT);
+    static constexpr int COUNT = (CLUSTER - 1) * UNITS * COLUMNS;  // sums that the block sends
+    static constexpr int SENDS = (COUNT + OWNERS * ADJACENT - 1) / (OWNERS * ADJACENT);  // of a thread
 
     const Mailbox& mailbox;
     Span spans[SENDS + 1] = {};  // no array is empty

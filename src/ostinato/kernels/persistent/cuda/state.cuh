@@ -1,27 +1,27 @@
 // The previous state in shared memory, for products that gather columns by index.
 //
-// A place holds the batch of one unit, STATE_COLUMNS numbers.  Unit u of a word is at place u * WORDS + word, so that
-// consecutive threads, which load consecutive words, store to consecutive places.  After the state come places that are
-// always zero, for padding, one per bank.
+// A place holds one unit of all sequences of the group, STATE_COLUMNS numbers.  Unit u of a word is at place
+// u * WORDS + word, so that consecutive threads, which load consecutive words, store to consecutive places.  After the
+// state come ZERO_PLACES places that are always zero, one per bank, which weights of padding read.
 //
-// If the batch fits in half a place (HALVES), eight places hold it in their lower half, the next eight in their upper
-// half, and so on, against bank conflicts of the stores; the other halves are always zero.
+// If the sequences fit in half a place (HALVES), eight places hold them in their lower half, the next eight in their
+// upper half, and so on, to avoid bank conflicts of the stores; the other halves are always zero.
 
 constexpr int WORDS = SLICE / WORD;  // of a sequence's state
 constexpr int ZERO_PLACES = 16;
 constexpr int STATE_BYTES = STATE_COLUMNS * int(sizeof(Scalar));  // of a place
 constexpr bool HALVES = STATE_BYTES == 16 && sizeof(Scalar) == 2 && COLUMNS <= 4;
 constexpr int STATE_PIECES = (SLICE + ZERO_PLACES) * STATE_BYTES / 16;
-constexpr int ROUNDS = (WORDS + THREADS - 1) / THREADS;           // of loads, a word per thread
+constexpr int ROUNDS = (WORDS + THREADS - 1) / THREADS;           // of loads, in each of which a thread loads a word
 constexpr int AT_ONCE = ROUNDS * COLUMNS <= 32 ? ROUNDS : 32 / COLUMNS;  // rounds whose words are in flight together
 
 struct SharedState {
     char* places;
     const char* mine;  // this thread's first word of the state that is being loaded
-    unsigned step;     // of that
+    unsigned step;     // of that state
     Word words[AT_ONCE][COLUMNS];
 
-    __device__ static int half(int place) { return HALVES ? place & 8 : 0; }  // in bytes
+    __device__ static int half(int place) { return HALVES ? place & 8 : 0; }  // offset in bytes
 
     __device__ explicit SharedState(void* shared) : places(static_cast<char*>(shared)) {
         for (int place = threadIdx.x; HALVES && place < SLICE; place += THREADS)
@@ -30,11 +30,12 @@ struct SharedState {
             reinterpret_cast<Word*>(places + SLICE * STATE_BYTES)[i] = 0;
     }
 
-    // Number j of each of two words, side by side.
+    // The j-th 16-bit numbers of two words, in one register.
     __device__ static unsigned pair(Word a, Word b, int j) {
         return __byte_perm(j < 2 ? low(a) : high(a), j < 2 ? low(b) : high(b), j % 2 ? 0x7632 : 0x5410);
     }
 
+    // Stores the units of word `index` of all sequences, each unit at its place.
     __device__ void store(int index, const Word (&words)[COLUMNS]) {
         constexpr int BYTES = HALVES ? 8 : STATE_BYTES;
 #pragma unroll
@@ -62,7 +63,7 @@ struct SharedState {
         }
     }
 
-    // The address of this thread's word in a round; the last of all where it has none.
+    // The address of this thread's word in a round; if it has none, that of the last word.
     __device__ const char* address(int round, int sequence) const {
         const int first = round * THREADS;
         const bool all = first + THREADS <= WORDS;
@@ -77,7 +78,7 @@ struct SharedState {
         }
     }
 
-    // Starts to load a state, whether it is there or not.
+    // Starts to load a state, whether it has arrived or not.
     __device__ void start_load(const char* state, unsigned of_step) {
         step = of_step;
         mine = state + threadIdx.x * 8;

@@ -1,12 +1,13 @@
-// The tiles of weights that a lane multiplies at every step, and where they are in between.
+// The tiles of weights that a lane multiplies at every step, and where they are kept between steps.
 //
-// Of ALL tiles, STREAMED do not fit on chip: they are read from L2 at every step, AHEAD of them in advance, the first
-// while the block waits for the state.  Of the others, as many as IN_REGISTERS says stay there, the rest in shared
-// memory: FIRST of these come first.  Apart from that, each kind is spread evenly among all.
+// Of ALL tiles, STREAMED do not fit on chip and are read from L2 at every step.  These loads are issued AHEAD tiles in
+// advance, the first ones while the block waits for the state.  Of the other tiles, IN_REGISTERS stay in registers, and
+// the rest in shared memory.  The FIRST tiles on chip are in shared memory; apart from that, each kind is spread evenly
+// among all tiles.
 
-// In memory, of 16 bytes for a lane.
+// Where the tiles are in memory, with 16 bytes for each lane.
 struct Tiles {
-    const uint4* packed;  // this lane's part: (BLOCKS, WARPS, tiles, 32 lanes)
+    const uint4* packed;  // (BLOCKS, WARPS, tiles, 32 lanes), from this lane's first tile
     uint4* shared;        // (tiles, THREADS), from this thread's first
 
     __device__ uint4 load(int tile) const { return __ldcg(packed + tile * 32); }
@@ -27,7 +28,7 @@ template <int ALL, int FIRST = 0> struct Weights {
     static __device__ constexpr bool is_streamed(int tile) {
         return streamed_before(tile + 1) > streamed_before(tile);
     }
-    // Of the tiles on chip.
+    // How many of the first i tiles on chip are in registers, and whether tile i is.
     static __device__ constexpr int registers_before(int i) {
         return i <= FIRST ? 0 : (i - FIRST) * IN_REGISTERS / (ON_CHIP - FIRST);
     }
@@ -46,7 +47,7 @@ template <int ALL, int FIRST = 0> struct Weights {
         for (int i = 0; i < AHEAD && i < STREAMED; ++i) ahead[i] = stream(i);
     }
 
-    // A tile.  The slot of one that is streamed is refilled with a later one, of this step or the next.
+    // Returns a tile.  The slot of a streamed tile is refilled with a later one, of this step or the next.
     __device__ uint4 take(int tile) {
         const int before = streamed_before(tile), i = tile - before;
         if (is_streamed(tile)) {
