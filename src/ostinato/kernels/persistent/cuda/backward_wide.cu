@@ -1,16 +1,16 @@
-// The backward kernel of wide batches; see wide.cuh.
+// The backward kernel for wide batches; see wide.cuh.
 
 struct Units : UpdatedUnits {
     const Parameters& p;
-    float totals[GATES][2] = {};  // of two units' gates, over all steps and sequences
-    // Of the step that is updated next: its rows; bits for a turn's sequences, whether they have it and begin with it;
-    // and of each its operands, for two units.
+    float totals[GATES][2] = {};  // sums of two units' gradients of gates, over all steps and sequences
+    // Of the step that is processed next: its rows; a bit for each sequence of a turn, whether it has the step and
+    // whether it is reset before it; and each sequence's operands, for two units.
     Rows rows;
     unsigned lives, begins;
     Pack x[ROUNDS][2][GATES], given[ROUNDS][2];
     float2 cell[ROUNDS][2], earlier[ROUNDS][2];
-    unsigned lived = 0, began = 0;  // the same bits, four of each turn, of the last
-    Pack grads[ROUNDS][2][GATES];   // of that
+    unsigned lived = 0, began = 0;  // the same bits of the step processed last, four for each turn
+    Pack grads[ROUNDS][2][GATES];   // the gradients of that step
 
     __device__ Units(const Parameters& p, const Place& place, char* shared)
         : UpdatedUnits(place), p(p), rows(p, step_of(p, 0)) {
@@ -28,13 +28,13 @@ struct Units : UpdatedUnits {
             }
     }
 
-    // Of a sequence's state, zero without a tensor.
+    // Two units of a sequence's state, zeros without a tensor.
     __device__ float2 two(const Scalar* from, int sequence) const {
         return from ? float2{widen(from[at(sequence)]), widen(from[at(sequence) + 1])} : float2{0, 0};
     }
     __device__ static Pack load(const Scalar* from) { return __ldcs(reinterpret_cast<const Pack*>(from)); }
 
-    // Loads the operands of an iteration's step.
+    // Starts to load the operands of an iteration's step.
     __device__ void fetch(int iteration, int turn) {
         const bool has_earlier = iteration + 1 < p.steps;
         rows = Rows(p, step_of(p, iteration));
@@ -60,7 +60,7 @@ struct Units : UpdatedUnits {
             }
     }
 
-    // The gradients of the states before the last step; where a sequence did not have it, they are as before.
+    // The gradients of the states before the step processed last; unchanged if a sequence did not have that step.
     __device__ void sum(float (&dh)[4], const Place& place, char* shared, int iteration, int turn, int round,
                         Timeout& timeout) const {
         float4 terms[TERMS] = {};
@@ -86,7 +86,7 @@ struct Units : UpdatedUnits {
         char* published = place.published(p, turn, iteration + 1) + place.block * STATE_BYTES;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
-            // Derivatives, before the sums are waited for.
+            // The derivatives are computed before the wait for the sums.
             float slope[4][Cell::DERIVATIVES], dh[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -163,7 +163,7 @@ struct Units : UpdatedUnits {
                     if (of >= p.batch) continue;
                     p.grad_h0[at(of) / 2] = pack({dh[2 * s], dh[2 * s + 1]});
                     p.grad_c0[at(of) / 2] = s ? pack({dc.z, dc.w}) : pack({dc.x, dc.y});
-                    const bool first = !turn && !r && !s;  // has the totals of all
+                    const bool first = !turn && !r && !s;  // this row gets the sums over all sequences of the thread
                     for (int g = 0; g < GATES; ++g)
                         *reinterpret_cast<float2*>(p.totals + at(of, GATES) + g * HIDDEN) =
                             first ? float2{totals[g][0], totals[g][1]} : float2{0, 0};
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_GROUPS * THREADS, 1) recur(co
     const Place place(p);
     begin(p, place, shared);
     if (multiplies()) {
-        // A warp's sums are of the units of a block of the team.
+        // Each warp has the rows of one block of the team, to which its sums go.
         const int of_block = place.team * CLUSTER + warp_id();
         multiply_all(p, place, shared, [&](int turn, int tile, const float4& x) {
             float4* to = place.sums(p, turn, of_block) + place.rank * TERM + tile * 32 + lane_id();

@@ -1,10 +1,10 @@
-// The forward kernel of wide batches; see wide.cuh.
+// The forward kernel for wide batches; see wide.cuh.
 
 struct Units : UpdatedUnits {
     const Parameters& p;
-    Pack bias[GATES];                             // of two units, as all that follows
-    Pack x[ROUNDS][2][GATES], h[ROUNDS][2] = {};  // of each sequence: arguments of its gates, and its state
-    unsigned begins = 0;                          // a bit for each sequence: whether its next step begins from zero
+    Pack bias[GATES];                             // of two units, as are all that follow
+    Pack x[ROUNDS][2][GATES], h[ROUNDS][2] = {};  // of each sequence: projected inputs, then pre-activations; state
+    unsigned begins = 0;                          // a bit for each sequence: whether it is reset before its next step
 
     __device__ Units(const Parameters& p, const Place& place, char* shared) : UpdatedUnits(place), p(p) {
         const Rows rows(p, step_of(p, 0));
@@ -27,7 +27,7 @@ struct Units : UpdatedUnits {
             }
     }
 
-    // Loads the operands of an iteration's step.
+    // Starts to load the operands of an iteration's step.
     __device__ void fetch(int iteration, int turn) {
         const Rows rows(p, step_of(p, iteration));
         const Rows next(p, step_of(p, RESETS ? min(iteration + 1, p.steps - 1) : iteration));
@@ -47,7 +47,7 @@ struct Units : UpdatedUnits {
             }
     }
 
-    // A sequence without this step keeps its state.
+    // Updates and publishes the units of a turn.  A sequence that does not have this step keeps its state.
     __device__ void update(const Place& place, char* shared, int iteration, int turn, Timeout& timeout) {
         const Rows rows(p, step_of(p, iteration));
         char* published = place.published(p, turn, iteration + 1) + place.block * STATE_BYTES;
@@ -73,7 +73,7 @@ struct Units : UpdatedUnits {
                     unpack(x[r][i / 2][g], projected);
                     pre[i][g] = projected[i % 2];
                 }
-                const float states[] = {0, c[i]};  // an LSTM has h in its products alone
+                const float states[] = {0, c[i]};  // an LSTM uses h only in its products
                 float next[2];
                 Cell::forward(states, pre[i], s[i], nullptr, next);
                 after[i] = next[0];
@@ -125,7 +125,7 @@ struct Units : UpdatedUnits {
                 }
     }
 
-    // Of a turn, from the blocks of the team and of gates.
+    // The sums of a turn, (CLUSTER, GATES, TERM).
     __device__ static const float4* sums(const char* shared, int turn) {
         return reinterpret_cast<const float4*>(shared + AT_SUMS) + turn * TERMS * TERM;
     }
@@ -141,7 +141,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(BLOCK_GROUPS * THREADS,
     begin(p, place, shared);
     sync_if_clustered();
     if (multiplies()) {
-        // A warpgroup's sums go to the block of the team whose units they are of, a warp's are of a gate.
+        // Each warpgroup has the rows of one block of the team, to which its sums go, and each of its warps one gate.
         const int gate = warp_id() % 4;
         const char* here = shared + AT_SUMS + ((place.rank * GATES + gate) * TERM + lane_id()) * 16;
         const unsigned to = shared_address(here, threadIdx.x / 128);

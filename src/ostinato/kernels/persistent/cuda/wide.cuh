@@ -1,34 +1,34 @@
-// Wide batches of an LSTM: its recurrent matrix is multiplied with COLUMNS sequences at once by warpgroups (wgmma).
+// Wide batches of an LSTM: warpgroups (wgmma) multiply the recurrent matrix with COLUMNS sequences at once.
 //
-// Other kernels read the matrix from their registers and shared memory once for sixteen sequences or fewer.  Here two
-// of a block's four warpgroups multiply 64 rows each, one updates units, and a warp of the last copies what is
-// multiplied into a ring of buffers in shared memory.  A block has BLOCK_GROUPS groups of COLUMNS sequences in
-// ping-pong: updates of the one and their way to other blocks are hidden behind the product of the other.
+// Other kernels read the matrix from registers and shared memory again for every sixteen sequences or fewer.  Here two
+// of a block's four warpgroups multiply 64 rows each, one updates units, and a warp of the last copies states into a
+// ring of buffers in shared memory.  A block has BLOCK_GROUPS groups of COLUMNS sequences in ping-pong: the update of
+// one group and the transit of its state to other blocks are hidden behind the product of the other.
 //
-// CLUSTER blocks, a team, share the product of the rows of all their units: each copies and multiplies only its SLICE
-// of the columns.  Sums go to the block that updates the unit: forward to the shared memory of the pair, backward
-// through L2, as clusters of eight would leave too many multiprocessors idle.  Their last bit tells whether they are of
-// an odd step: what has arrived is known from what was there before.
+// A team of CLUSTER blocks shares the product of the rows of all their units: each block copies and multiplies only its
+// SLICE of the columns.  A sum goes to the block that updates its unit: forward, where a team is a cluster of two,
+// through distributed shared memory; backward through L2, as clusters of eight would leave too many multiprocessors
+// idle.  The last bit of a sum tells whether its step is odd, so a new sum differs from the one that it overwrites.
 //
-// A flag of each block and group counts how often its updating warps have published.  What is published has two
-// buffers, sums have one: who publishes has taken all sums, made of all that its team copied, and its team sends the
-// next after that.
+// A flag for each block and group counts how often the block's updating warps have published.  States have two buffers,
+// sums only one.  A block publishes only after it has read its sums, for which its team had copied the whole state
+// before, and its team sends the next sums only after that.
 //
-// Operands of wgmma are matrices of 8 rows by 16 bytes, one after the other.  So the states of a block's units lie in
-// global memory, too, COLUMNS * 32 adjacent bytes: a copy needs no tensor map, and no address is swizzled.
+// Operands of wgmma consist of matrices of 8 rows by 16 bytes, one after the other.  The states of a block's units,
+// COLUMNS * 32 adjacent bytes, have this layout in global memory, too: a copy needs no tensor map, and no address is
+// swizzled.
 
-constexpr int TILES = SLICE / UNITS;                 // of a block's columns, each a block's units
+constexpr int TILES = SLICE / UNITS;                 // of a block's columns; each tile is the units of one block
 constexpr int WEIGHT_BYTES = 64 * UNITS * 2;         // of a tile and a warpgroup
 constexpr int STATE_BYTES = COLUMNS * UNITS * 2;     // of a tile
 constexpr int IN_SHARED = TILES - IN_REGISTERS;      // tiles whose weights are in shared memory, not in registers
-// Tiles that are copied at once: to ask for a copy takes a warp some 250 cycles, but of 64 sequences there is room for
-// little.
+// Tiles per copy: to issue a copy takes a warp some 250 cycles, but with 64 sequences there is room for few tiles.
 constexpr int COPIED = COLUMNS == 32 ? 16 : 4, COPIES = (TILES + COPIED - 1) / COPIED;
-constexpr int ROUNDS = COLUMNS / 32;                 // of an updating thread, with two units of two sequences in each
+constexpr int ROUNDS = COLUMNS / 32;                 // in each of which a thread updates two units of two sequences
 constexpr int TERM = COLUMNS * UNITS / 4;            // float4 of a gate's sums, each of two units of two sequences
-constexpr int TERMS = BACKWARD ? CLUSTER : CLUSTER * GATES;
+constexpr int TERMS = BACKWARD ? CLUSTER : CLUSTER * GATES;  // that a block receives at a step
 
-// Shared memory: weights; cells, or their gradients; forward the sums; the ring with its barriers.
+// Shared memory, in this order: weights; cells, or their gradients; forward, the sums; the ring and its barriers.
 constexpr int AT_CELLS = 2 * IN_SHARED * WEIGHT_BYTES, AT_SUMS = AT_CELLS + BLOCK_GROUPS * TERM * 16;
 constexpr int AT_RING = AT_SUMS + (BACKWARD ? 0 : BLOCK_GROUPS * TERMS * TERM * 16), COPY_BYTES = COPIED * STATE_BYTES;
 constexpr int SLOTS = (SHARED_BYTES - AT_RING - 16) / (COPY_BYTES + 16), AT_BARRIERS = AT_RING + SLOTS * COPY_BYTES;
@@ -39,25 +39,26 @@ static_assert(CLUSTER * UNITS * (BACKWARD ? 1 : GATES) == 128, "two warpgroups m
 static_assert(TILES % 2 == 0 && TILES <= 64, "a lane polls two flags");
 static_assert(SLOTS >= 2);
 
-// A block of a team, of the group with which its turns begin.
+// Where a block is: its first group, its index among the blocks of a group, its team, and its rank in the team.
 struct Place {
     int group, block, team, rank;
 
     __device__ explicit Place(const Parameters& p)
         : group(p.first / COLUMNS + blockIdx.x / BLOCKS * BLOCK_GROUPS), block(blockIdx.x % BLOCKS),
           team(block / CLUSTER), rank(block % CLUSTER) {}
-    // What blocks have published for the `count`th time, forward beginning with the initial state as number 0.
+    // The buffer that the blocks of a turn's group publish for the `count`th time; forward, number 0 is the initial
+    // state.
     __device__ char* published(const Parameters& p, int turn, int count) const {
         return p.states + (size_t(count & 1) * p.groups + group + turn) * GROUP_BYTES;
     }
     __device__ unsigned* flags(const Parameters& p, int turn) const { return p.flags + (group + turn) * BLOCKS; }
-    // Backward: the sums of a block's units.
+    // The sums of a block's units, in the backward pass.
     __device__ float4* sums(const Parameters& p, int turn, int of_block) const {
         return p.sums + (size_t(group + turn) * BLOCKS + of_block) * (TERMS * TERM);
     }
 };
 
-// Slots of the ring in the order in which they are filled, with the parity of the barriers' phase.
+// Slots of the ring in the order in which they are filled, each with the parity of its barriers' phase.
 struct Slot {
     unsigned number = 0, parity = 0;
 
@@ -87,19 +88,21 @@ __device__ inline void make_barriers(char* shared) {
     failed(shared) = 0;
     for (Slot slot; !slot.parity; slot.next()) {
         init_barrier(slot.filled(shared));
-        init_barrier<WARPS>(slot.emptied(shared));  // by all that multiply
+        init_barrier<WARPS>(slot.emptied(shared));  // by all warps that multiply
     }
     fence_barrier_init();
 }
 
-// Which tiles' weights are in registers, evenly spread; and the number among those, or among the others.
+// How many of the tiles before this one have their weights in registers, and whether this one has: they are evenly
+// spread.
 __device__ constexpr int registers_before(int tile) { return tile * IN_REGISTERS / TILES; }
 __device__ constexpr bool is_in_registers(int tile) { return registers_before(tile + 1) > registers_before(tile); }
 
-// Whether a unit is one of the layer's, not of the last blocks' padding.
+// Whether a unit is one of the layer's, not padding of the last blocks.
 __device__ inline bool exists(int unit) { return PITCH == HIDDEN || unit < HIDDEN; }
 
-// Two adjacent columns of a row of a tile.  Rows 8 apart are adjacent units: in the sums a thread has both.
+// Two weights, of adjacent columns of a row of a tile.  Rows 8 apart are adjacent units, so a thread's accumulators
+// have the sums of both.
 __device__ inline unsigned two_weights(const Parameters& p, const Place& place, int group, int row, int tile,
                                        int column) {
     const int strip = group * 4 + row / 16, within = row % 8 * 2 + row % 16 / 8, k = place.rank * TILES + tile;
@@ -115,7 +118,7 @@ __device__ inline unsigned two_weights(const Parameters& p, const Place& place, 
     return *reinterpret_cast<const Pack*>(at);
 }
 
-// All that precedes the first step, but what threads do for themselves.
+// What all threads do together before the first step: initialise the barriers and load weights into shared memory.
 __device__ inline void begin(const Parameters& p, const Place& place, char* shared) {
     make_barriers(shared);
     constexpr int WORDS = WEIGHT_BYTES / 4;
@@ -132,11 +135,11 @@ __device__ inline void begin(const Parameters& p, const Place& place, char* shar
     __syncthreads();
 }
 
-// What a warpgroup does: two multiply, one updates, the last copies.
+// The roles of the warpgroups: two multiply, one updates, the last copies.
 __device__ inline bool multiplies() { return threadIdx.x < THREADS; }
 __device__ inline bool updates() { return threadIdx.x / OWNERS == THREADS / OWNERS; }
 
-// Registers of a thread that updates, and of one that copies: what those that multiply leave of all 65,536.
+// Registers of a thread that copies, and of one that updates: what those that multiply leave of all 65,536.
 constexpr int COPYING = 32, UPDATING = 512 - 2 * REGISTERS - COPYING;
 
 template <int COUNT> __device__ inline void take_registers() {

@@ -1,6 +1,7 @@
-// What the warps of wide batches do in all steps: those that copy, that multiply and that update; see wide.cuh.
+// The loops over time of the warps that copy, that multiply and that update, for wide batches; see wide.cuh.
 
-// A bit for each two tiles that have been published for the `count`th time; none before the team has, too.
+// One bit for each two tiles, set if both have been published for the `count`th time; no bit is set before all blocks
+// of the team have published, too.
 __device__ inline unsigned poll(const unsigned* flags, const Place& place, unsigned count) {
     uint2 of_tiles = {~0u, ~0u}, of_team = of_tiles;
     const auto load = [](uint2& at, const unsigned* flag) {
@@ -13,9 +14,9 @@ __device__ inline unsigned poll(const unsigned* flags, const Place& place, unsig
     return __all_sync(~0u, min(of_team.x, of_team.y) >= least) ? ready : 0;
 }
 
-// Copies all that the block multiplies as soon as it is published, from number FIRST on.
+// Copies all states that the block multiplies, as soon as they are published, beginning with number FIRST.
 __device__ inline void copy(const Parameters& p, const Place& place, char* shared) {
-    if (warp_id() % 4) return;  // several would poll the same flags, and delay what they wait for
+    if (warp_id() % 4) return;  // more warps would poll the same flags, and delay what they wait for
     constexpr int FIRST = BACKWARD;
     Timeout timeout(p.failure);
     Slot slot;
@@ -23,7 +24,7 @@ __device__ inline void copy(const Parameters& p, const Place& place, char* share
 #pragma unroll 1
         for (int turn = 0; turn < BLOCK_GROUPS; ++turn) {
             const char* from = place.published(p, turn, count) + place.rank * TILES * STATE_BYTES;
-            unsigned ready = 0;  // a bit for each two tiles
+            unsigned ready = 0;  // one bit for each two tiles
 #pragma unroll 1
             for (int part = 0; part < COPIES; ++part) {
                 const int bytes = min(COPIED, TILES - part * COPIED) * STATE_BYTES;
@@ -46,8 +47,8 @@ __device__ inline void copy(const Parameters& p, const Place& place, char* share
     }
 }
 
-// What a thread of the updating warpgroup has: two adjacent units of two adjacent sequences in each round and turn.
-// Unit u of sequence s is number 2 s + u of four.  Sequences of padding are far beyond the batch.
+// The items of a thread of the updating warpgroup: two adjacent units of two adjacent sequences in each round and turn.
+// Unit u of sequence s is number 2 s + u of these four.  Units of padding get sequences far beyond the batch.
 struct UpdatedUnits {
     static constexpr int BEYOND = 1 << 30;
     int thread = threadIdx.x % OWNERS, unit, sequence;
@@ -56,9 +57,9 @@ struct UpdatedUnits {
         : unit(place.block * UNITS + lane_id() / 4 * 2),
           sequence((exists(unit) ? 0 : BEYOND) + place.group * COLUMNS + thread / 32 * 8 + lane_id() % 4 * 2) {}
     __device__ int sequence_of(int turn, int round, int s) const { return sequence + turn * COLUMNS + round * 32 + s; }
-    // The index in a row of `gates` times the units.
+    // The index of the first unit in a row of a (rows, gates * HIDDEN) tensor.
     __device__ size_t at(size_t row, int gates = 1) const { return row * (gates * HIDDEN) + unit; }
-    // Where a round's sequence s is in the tile that the block publishes.
+    // The byte offset of a round's sequence s in the tile that the block publishes.
     __device__ int byte(int round, int s) const {
         return lane_id() / 16 * (COLUMNS * 16) + (round * 32 + sequence % 32 + s) * 16 + lane_id() / 4 % 4 * 4;
     }
@@ -71,12 +72,13 @@ __device__ inline void publish(char* address, Pack units) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(units) : "memory");
 }
 
+// The sum, with the last bit of `count` in place of its own.
 __device__ inline float tagged(float sum, unsigned count) {
     return __uint_as_float((__float_as_uint(sum) & ~1u) | (count & 1));
 }
 
-// Multiplies in all steps, and sends each tile of eight sequences' sums by a function of the turn, the tile and a
-// lane's sums of two units and two sequences.
+// Multiplies, in all steps.  `send` is called for each tile of eight sequences with the turn, the tile and the lane's
+// sums, of two units of two sequences.
 template <typename Send>
 __device__ inline void multiply_all(const Parameters& p, const Place& place, char* shared, Send send) {
     take_registers<REGISTERS>();
@@ -95,8 +97,8 @@ __device__ inline void multiply_all(const Parameters& p, const Place& place, cha
     }
 }
 
-// Waits for the `count`th sums of a round, TERM float4 apart; NaN if the wait times out.  First each lane polls one:
-// polls of all would be in the way of others.
+// Waits for the `count`th sums of a round, which are TERM float4 apart; NaN if the wait times out.  At first each lane
+// polls a single word, as polls of all would delay other accesses.
 __device__ inline void take(float4 (&sums)[TERMS], const float4* mine, unsigned count, char* shared,
                             Timeout& timeout) {
     const auto load = [](float4& x, const float4* from) {
@@ -129,7 +131,7 @@ __device__ inline void take(float4 (&sums)[TERMS], const float4* mine, unsigned 
     if (timeout.has_expired() || failed(shared)) sums[0] = {nan, nan, nan, nan};
 }
 
-// Announces what this warp has published: to wait for the block's other warps would take longer.
+// Announces that this warp has published; waiting for the block's other warps to do so once would take longer.
 __device__ inline void announce(const Parameters& p, const Place& place, int turn) {
     __syncwarp();
     if (lane_id()) return;
@@ -137,7 +139,7 @@ __device__ inline void announce(const Parameters& p, const Place& place, int tur
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(place.flags(p, turn) + place.block) : "memory");
 }
 
-// Updates, publishes and writes units in all steps.
+// Updates, publishes and writes units, in all steps.
 template <typename Units> __device__ inline void update_all(const Parameters& p, const Place& place, char* shared) {
     take_registers<UPDATING>();
     Timeout timeout(p.failure);
@@ -156,7 +158,8 @@ template <typename Units> __device__ inline void update_all(const Parameters& p,
     units.finish(place, shared, timeout);
 }
 
-// Before the first step.
+// The kernel that runs before the loop over time: clears the flags and, backward, the sums; forward, writes the initial
+// state.
 extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Launch launch) {
     const Parameters& p = launch.own();
     const int stride = gridDim.x * THREADS, thread = blockIdx.x * THREADS + threadIdx.x;

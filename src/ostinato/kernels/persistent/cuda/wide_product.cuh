@@ -1,13 +1,14 @@
-// What a warpgroup multiplies in wide batches, by wgmma: weights in registers or shared memory with states in the ring.
+// The product of wide batches, by wgmma: weights in registers or shared memory with states in the ring.
 
 using Descriptor = unsigned long long;
 
-// Of an operand in shared memory; `along_k`: from its first 8 columns to the next.  Within a cluster the upper bits of
-// an address are the block's rank.
+// The descriptor of an operand in shared memory; `along_k`: the bytes from its first 8 columns to the next 8.  Within a
+// cluster, the upper bits of an address are the block's rank.
 __device__ inline Descriptor descriptor(unsigned address, int along_k) {
     return Descriptor((address & 0x3ffff) >> 4) | Descriptor(along_k >> 4) << 16 | Descriptor(128 >> 4) << 32;
 }
-// Some bytes after the operand of a descriptor's lower half.  Made where it is used: hoisted, all would take registers.
+// The descriptor of an operand that many bytes after another, whose descriptor's lower half is given.  It is made where
+// it is used: if the compiler hoisted all of them, they would take registers.
 __device__ inline Descriptor after(unsigned descriptor, int bytes) {
     return Descriptor(128 >> 4) << 32 | (descriptor + (bytes >> 4));
 }
@@ -32,7 +33,7 @@ __device__ inline Descriptor after(unsigned descriptor, int bytes) {
     asm volatile("{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned." SHAPE ".f32." type "." type    \
                  " " SUMS ", " from "; }" : SUM_OPERANDS : __VA_ARGS__)
 
-// Adds the product of a tile's weights, in registers or in shared memory, with its states.
+// Adds the product of a tile's weights, in registers or in shared memory, and its states.
 __device__ inline void multiply(float (&d)[COLUMNS / 2], const uint4& a, Descriptor b) {
     if (BFLOAT16) WGMMA("bf16", FROM_REGISTERS, "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
     else WGMMA("f16", FROM_REGISTERS, "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
@@ -42,11 +43,11 @@ __device__ inline void multiply(float (&d)[COLUMNS / 2], Descriptor a, Descripto
     else WGMMA("f16", FROM_MEMORY, "l"(a), "l"(b));
 }
 
-// What a warpgroup multiplies.
+// The part of the recurrent matrix that a warpgroup multiplies.
 struct Product {
     uint4 in_registers[IN_REGISTERS];
     char* shared;
-    unsigned kept, ring;  // descriptors' lower halves
+    unsigned kept, ring;  // lower halves of the descriptors of the weights in shared memory and of the ring
     Slot slot;
 
     __device__ Product(const Parameters& p, const Place& place, char* shared) : shared(shared) {
@@ -58,20 +59,20 @@ struct Product {
                 return two_weights(p, place, group, row + down, tile, column + across);
             };
             in_registers[registers_before(tile)] = {at(0, 0), at(8, 0), at(0, 8), at(8, 8)};
-            if (tile % 4 == 3) asm volatile("" ::: "memory");  // not all loads at once
+            if (tile % 4 == 3) asm volatile("" ::: "memory");  // limits the loads in flight
         }
         kept = unsigned(descriptor(shared_address(shared) + group * IN_SHARED * WEIGHT_BYTES, WEIGHT_BYTES / 2));
         ring = unsigned(descriptor(shared_address(shared) + AT_RING, STATE_BYTES / 2));
     }
 
-    // Keeps sums where wgmma writes them.
+    // Keeps the sums in the registers to which wgmma writes.
     __device__ static void pin(float (&d)[COLUMNS / 2]) {
 #pragma unroll
         for (float& sum : d) asm volatile("" : "+f"(sum) :: "memory");
     }
 
     __device__ void operator()(float (&d)[COLUMNS / 2]) {
-        unsigned last = 0;  // slot's barrier
+        unsigned last = 0;  // the barrier of the slot that was multiplied last
 #pragma unroll
         for (int part = 0; part < COPIES; ++part) {
             wait_for(slot.filled(shared), slot.parity);
