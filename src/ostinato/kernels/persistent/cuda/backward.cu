@@ -1,46 +1,49 @@
-// Backpropagation through time of one layer and direction in one launch, with the recurrent weights kept on chip.
+// Backpropagation through time of one layer and direction: all steps in one launch, with the recurrent weights kept on
+// chip.
 //
-// At every step Units computes the gradients of its hidden units' gates and publishes them; Product multiplies the
-// transposed matrix with the gate gradients of all units, which gives those of the previous states.  Pre-activations
-// are those that the forward has kept, rounded to the layer's dtype; an RNN needs only its states, and those of a
-// user's cell are computed again from its states before the launch.  Gradients of states stay in float32.
+// At every step, Units computes the gradients of the block's own gates and publishes them; Product multiplies the
+// transposed recurrent matrix with the gate gradients of all units, which gives the gradients of the previous states.
+// The pre-activations are those that the forward pass has saved, rounded to the layer's dtype; an RNN needs only its
+// states, and those of a user's cell are computed again from its states before the launch.  Gradients of states stay in
+// float32.
 //
 // A step's other operands are loaded two steps ahead, and turned into derivatives one step ahead, while the blocks wait
 // for each other.
 
-constexpr int PREFETCH = 6;                          // steps
-constexpr int SUMMED = 64;                           // steps whose gates are summed by themselves
-constexpr int GRADIENTS = Cell::GRADIENTS;           // of a unit that are written
-// Of those that a cell makes, the ones that are summed over steps: all, for biases, or those after them, of parameters.
+constexpr int PREFETCH = 6;                          // steps in advance
+constexpr int SUMMED = 64;                           // steps after which a thread's sums are added to those in memory
+constexpr int GRADIENTS = Cell::GRADIENTS;           // of a unit, written at each step
+// The results of Cell::pull() that are summed over steps: the GRADIENTS, for biases, or the parameters', which follow.
 constexpr int FIRST_SUMMED = Cell::HAS_BIASES ? 0 : GRADIENTS;
 constexpr int TOTALS = Cell::HAS_BIASES ? GRADIENTS : Cell::PARAMETERS, PULLED = FIRST_SUMMED + TOTALS;
 constexpr int OUTPUTS = KEPT == Kept::ALL_STATES ? Cell::STATES : 1;  // states that have gradients at each step
 constexpr bool TAKES_SECOND = OUTPUTS == 2;
 
-// From the buffer of a step to that which is half of all away.
+// The distance from a step's buffer to the one that is half of all buffers away.
 __device__ inline int to_opposite_buffer(int step) {
     return step % STATE_BUFFERS < STATE_BUFFERS / 2 ? STATE_BUFFERS / 2 : -(STATE_BUFFERS / 2);
 }
 
-// In what a gate's gradients are summed: float32 over few steps, or in clusters over all; there float64 if products are
-// exact, which takes the writing warps less time than to look whether the few are over.
+// The type in which gradients are summed: float32 over SUMMED steps, or over all steps if the cluster is the whole
+// group; there float64 if products are exact, which takes the warps that write less time than to test for the end of
+// SUMMED steps.
 template <bool EXACT_IN_CLUSTER> struct Total { using type = float; };
 template <> struct Total<true> { using type = double; };
 
 struct Units : Block {
     const Parameters& p;
-    float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be processed
-    float d[ITEMS][PULLED];      // of what a cell is given at this step, and of its parameters
+    float dh[ITEMS], dc[ITEMS];  // gradients of the states after the step that is processed next
+    float d[ITEMS][PULLED];      // gradients of the cell's arguments at this step, and of its parameters
     using Sum = typename Total<SCATTERS && EXACT>::type;
-    Sum totals[UNITS_OF_THREAD][TOTALS + 1] = {};  // of the last TOTALS over steps, of a unit's items in one
+    Sum totals[UNITS_OF_THREAD][TOTALS + 1] = {};  // sums of the last TOTALS of `d`, over steps and the items of a unit
     float parameter[UNITS_OF_THREAD][Cell::PARAMETERS + 1];
     Span spans[ITEMS] = {};
-    // Of a step, computed before the gradients arrive that it passes on.
+    // Of the step that is processed next, computed before the gradients of its states arrive:
     float slope[ITEMS][Cell::DERIVATIVES + 1];
     float given[ITEMS][OUTPUTS];            // the gradients of its outputs
-    bool takes_step[ITEMS];                 // whether the sequence has it
-    bool begins[ITEMS] = {}, began[ITEMS];  // whether its states before are zero, and those of the last step processed
-    // As loaded: to take adjacent numbers apart is to wait for them.
+    bool takes_step[ITEMS];                 // whether the sequence has the step
+    bool begins[ITEMS] = {}, began[ITEMS];  // whether the states before it, and before the last step, are reset
+    // Loaded operands, with adjacent numbers packed: unpacking them would wait for the loads.
     static constexpr int LOADS = ITEMS / ADJACENT;
     Adjacent<Scalar>::Bits pre[LOADS][INPUTS], grad[LOADS][OUTPUTS], candidate[LOADS];
     Adjacent<Scalar>::Bits before[LOADS], second_before[LOADS];
@@ -63,9 +66,9 @@ struct Units : Block {
         }
     }
 
-    // Loads the operands of an iteration's step; its rows.
+    // Starts to load the operands of an iteration's step, and returns its rows.
     __device__ Rows fetch(int iteration) {
-        const bool has_earlier = iteration + 1 < p.steps;  // whether there is a previous time step
+        const bool has_earlier = iteration + 1 < p.steps;  // whether there is an earlier step
         const Rows rows(p, step_of(p, iteration)), earlier(p, step_of(p, has_earlier ? iteration + 1 : iteration));
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
@@ -100,6 +103,7 @@ struct Units : Block {
         return rows;
     }
 
+    // Computes the derivatives of the step whose operands were loaded last.
     __device__ void differentiate(const Rows& rows) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -128,7 +132,7 @@ struct Units : Block {
         }
     }
 
-    // Calls a function with all that update() needs of a step.
+    // Calls a function with each number that update() needs from differentiate().
     template <typename Function> __device__ void each_derivative(Function take) {
         const auto take_flag = [&](bool& x) {
             float flag = x ? 1.0f : 0.0f;
@@ -150,7 +154,7 @@ struct Units : Block {
         return state_offset((g * PITCH + unit) * sizeof(Scalar), sequence);
     }
 
-    // The gradients of a sequence without this step stay as they are.
+    // Computes and publishes the gradients of a step.  If a sequence does not have it, its gradients stay as they are.
     __device__ void update(char* state, int iteration) {
 #pragma unroll
         for (int first = 0; first < ITEMS; first += ADJACENT) {
@@ -184,7 +188,7 @@ struct Units : Block {
         }
     }
 
-    // Makes what the block published of a step absent again.
+    // Makes the words that the block has published in this buffer absent again.
     __device__ void erase(char* state) const {
         if (TAGGED) return;
 #pragma unroll
@@ -195,6 +199,7 @@ struct Units : Block {
         }
     }
 
+    // Writes the gradients of a step, and adds them to the sums over steps.
     __device__ void write(const Rows& rows) {
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
@@ -215,6 +220,7 @@ struct Units : Block {
         }
     }
 
+    // Adds the products to the gradients of the previous states.
     __device__ void add(const Product& product, const float* sums, const Mailbox& mailbox, int step,
                         Timeout& timeout) {
         if (idle(0)) return;
@@ -257,8 +263,8 @@ struct Units : Block {
         }
     }
 
-    // Adds what was summed of few steps to the sums in memory, so that rounding does not grow with the number of all;
-    // those of clusters are written after the last step, at once: see Total.
+    // Every SUMMED steps, adds the sums over these to the sums in memory, so that rounding errors do not grow with the
+    // number of all steps.  With SCATTERS, called only after the last step, to write the sums over all: see Total.
     __device__ void write_totals(int iteration) {
         if (!SCATTERS && iteration % SUMMED < SUMMED - 1 && iteration + 1 < p.steps) return;
 #pragma unroll
@@ -269,14 +275,14 @@ struct Units : Block {
                 Sum& latest = totals[own_unit(i)][g];
                 float* all = p.totals + index(0, i, TOTALS) + g * HIDDEN;
                 if (SCATTERS || iteration < SUMMED) *all = latest;
-                else atomicAdd(all, latest);  // which, unlike a load, nobody waits for
+                else atomicAdd(all, latest);  // unlike a load, nothing waits for it
                 latest = 0;
             }
         }
     }
 };
 
-#if BLOCK_GROUPS == 1 && !DISTRIBUTED  // others: backward_ping_pong.cu for two groups, scatter.cu in clusters
+#if BLOCK_GROUPS == 1 && !DISTRIBUTED  // else the kernel is in backward_ping_pong.cu or scatter.cu
 // grid: BLOCKS blocks for each group of sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Launch launch) {
     const Parameters& p = launch.own();

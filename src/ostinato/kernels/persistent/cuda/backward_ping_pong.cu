@@ -1,4 +1,4 @@
-// The backward kernel of two groups in turn; see ping_pong.cuh.
+// The backward kernel for two groups in turn; see ping_pong.cuh.
 
 // grid: BLOCKS blocks for each two groups of COLUMNS sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(BLOCK_GROUPS * THREADS, 1) recur(const Launch launch) {

@@ -1,7 +1,7 @@
-// The gradients of both biases: the sums of rows of partial sums, of which a block takes 32 columns.
+// The gradients of both biases, which are sums over rows of partial sums; a block takes 32 columns.
 //
-// The first `shift` columns are of the recurrent product only, a GRU's n, which comes last in the biases; the last as
-// many of the input's only.
+// The first `shift` columns belong to the recurrent bias only, and the last `shift` to the input's only: those of a
+// GRU's candidate n, which comes last in both biases.
 
 struct Arguments {
     const float* rows;  // (count, width)

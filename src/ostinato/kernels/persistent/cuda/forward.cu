@@ -1,14 +1,14 @@
-// One layer and direction of a recurrent layer: all steps in one launch, with the recurrent weights kept on chip.
+// The forward pass of one layer and direction: all steps in one launch, with the recurrent weights kept on chip.
 //
 // Product multiplies the recurrent matrix with the previous state and leaves partial sums in shared memory; Units
 // reduces them, updates the block's own hidden units and publishes them.  With RESETS, a state that is reset before the
 // next step is published as zero.
 
-constexpr int PREFETCH = 3;  // steps
+constexpr int PREFETCH = 3;  // steps in advance
 
-// Keeps a number in a register: the compiler would compute it again where it is used, from special registers and the
-// parameters, while other blocks wait for what is published next.  Weights that did not all find a register, or more
-// sequences, need them more.
+// Keeps a number in a register: the compiler would compute it again at each use, from special registers and the
+// parameters, while other blocks wait for the next words.  If some weights are not in registers, or there are more
+// than 8 sequences, the registers are worth more for those.
 template <typename T> __device__ inline T in_register(T x) {
     if constexpr (COLUMNS > 8 || !ALL_IN_REGISTERS) return x;
     else if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(x));
@@ -20,7 +20,7 @@ struct Units : Block {
     const Parameters& p;
     float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
     float parameter[UNITS_OF_THREAD][Cell::PARAMETERS + 1];  // no array may be empty
-    Resets resets;  // before this step; from the update on before the next
+    Resets resets;  // before this step; from update() on, before the next one
     Adjacent<Scalar> projected[ITEMS / ADJACENT][INPUTS];
     Span spans[ITEMS][GATES] = {};
 
@@ -45,7 +45,6 @@ struct Units : Block {
         }
     }
 
-    // Before the next step.
     __device__ void zero_reset_states() {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
@@ -62,7 +61,7 @@ struct Units : Block {
         }
     }
 
-    // The states after a step.  With KEEPS_GATES, pre-activations replace what was projected.
+    // Computes the states of item i after a step.  With KEEPS_GATES, its pre-activations replace its projected inputs.
     __device__ void step(int i, const float (&s)[GATES], float (&after)[2]) {
         const float before[] = {h[i], c[i]};
         float x[INPUTS];
@@ -80,7 +79,7 @@ struct Units : Block {
         if (WHOLE < ITEMS && !idle(WHOLE)) update<WHOLE, ITEMS>(rows, product, sums, state, iteration);
     }
 
-    // Of some items.  A sequence without this step keeps its state.
+    // Updates and publishes the items from FIRST to END.  A sequence that does not have this step keeps its state.
     template <int FIRST, int END, typename State>
     __device__ void update(const Rows& rows, const Product& product, const float* sums, State state, int iteration) {
         float s[ITEMS][GATES];
@@ -96,7 +95,7 @@ struct Units : Block {
 #pragma unroll
         for (int i = FIRST; i < END; ++i) {
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) asm volatile("" : "+f"(s[i][g]));  // all sums at once, then the gates
+            for (int g = 0; g < GATES; ++g) asm volatile("" : "+f"(s[i][g]));  // all sums before the gates
         }
 #pragma unroll
         for (int i = FIRST; i < END; ++i) {
@@ -142,8 +141,8 @@ struct Units : Block {
         }
     }
 
-    // Calls a function with what a step needs of an item, and whether its state is reset before the next; with what is
-    // made of it.
+    // Calls a function with each operand of a step that an item needs, and with whether its state is reset before the
+    // next step; each_result() with each result of the step.
     template <typename Function> __device__ void each_operand(Function take) {
         each_projected(take);
         float flag = resets.before[0] ? 1.0f : 0.0f;
@@ -184,7 +183,8 @@ struct Units : Block {
     }
 };
 
-// The first of a group's buffers of states: in global memory, or in the block's shared memory, to which all are copied.
+// The first buffer of a group's states: in global memory or, with DISTRIBUTED, in the block's shared memory, to which
+// all buffers are copied.
 __device__ inline char* first_state(const Parameters& p, int group, void* shared) {
     if (!DISTRIBUTED) return p.states + size_t(group) * GROUP_BYTES;
     for (int i = threadIdx.x; i < SHARED_STATES / 16; i += THREADS)
@@ -193,7 +193,7 @@ __device__ inline char* first_state(const Parameters& p, int group, void* shared
     return static_cast<char*>(shared);
 }
 
-#if BLOCK_GROUPS == 1 && !SHARES_WORK  // others: forward_ping_pong.cu for two groups, gather.cu in clusters
+#if BLOCK_GROUPS == 1 && !SHARES_WORK  // else the kernel is in forward_ping_pong.cu or gather.cu
 // grid: BLOCKS blocks for each group of sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Launch launch) {
     const Parameters& p = launch.own();

@@ -1,16 +1,16 @@
-// The forward within clusters, where a block has few units: warps that each do a part of the elementwise work, as in
+// The forward kernel within clusters whose blocks have few units, in which warps share the elementwise work, as in
 // scatter.cu.
 //
-// A warp that has updated units would write the step and fetch the next while all wait for its share of the product.
-// So some threads only update units, others bring what those need from global memory, and others write what they made.
-// Numbers pass between them through shared memory, in two buffers taken in turn, and the barrier after each product
-// separates who writes one from who reads it.
+// A warp that updates units would otherwise write the step's results and load the next operands while all others wait
+// for its share of the product.  So some threads only update units, others load the operands from global memory, and
+// others write the results.  They pass numbers through shared memory, in two buffers used in turn; the barrier after
+// each product separates the writes to a buffer from its reads.
 
 constexpr int LANES = (UNITS * COLUMNS + 31) / 32 * 32;       // threads of a part, one for each item
-constexpr int OPERANDS = INPUTS + RESETS;                     // of an item, for a step
-constexpr int RESULTS = KEEPS_GATES ? 2 + INPUTS : 1 + HAS_SECOND;  // of a step
-constexpr int HANDED = 2 * (OPERANDS + RESULTS) * LANES * 4;  // bytes
-constexpr bool WRITES_APART = 3 * LANES <= THREADS;           // or else those who carry operands write, too
+constexpr int OPERANDS = INPUTS + RESETS;                     // of an item at a step: see each_operand()
+constexpr int RESULTS = KEEPS_GATES ? 2 + INPUTS : 1 + HAS_SECOND;  // of an item at a step: see each_result()
+constexpr int HANDED = 2 * (OPERANDS + RESULTS) * LANES * 4;  // bytes of the buffers
+constexpr bool WRITES_APART = 3 * LANES <= THREADS;           // else those that load operands also write
 static_assert(2 * LANES <= THREADS, "an item for each thread of a part");
 
 // grid: BLOCKS blocks for each group of sequences, all resident at once
@@ -32,11 +32,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Timeout timeout(p.failure);
     char* state = reinterpret_cast<char*>(states);
     Copies copies(state + GROUP_BYTES + state_offset((own.unit + own.unit_of(0)) * sizeof(Scalar), own.sequence_of(0)));
-    first_state(p, group, states);  // copied to where `state` is
+    first_state(p, group, states);  // copies the initial buffers to `states`
 
     const auto fetch = [&](int iteration) {
         if (iteration >= p.steps) return;
-        carrier.resets.look_up(p, carrier, iteration + 1);  // first: it would wait for the other loads, too
+        carrier.resets.look_up(p, carrier, iteration + 1);  // first, as it would also wait for the loads of fetch()
         carrier.fetch(Rows(p, step_of(p, iteration)));
     };
     const auto hand_operands = [&](int iteration) {

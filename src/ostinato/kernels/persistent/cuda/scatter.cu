@@ -1,12 +1,12 @@
-// Backpropagation through time within clusters, see scatter.cuh: warps that each do a part of the elementwise work.
+// The backward kernel within clusters, see scatter.cuh, in which warps share the elementwise work.
 //
-// It would take one warp longer than the exchange.  So some threads only update units, others differentiate the step
-// after the next, and others write the last step's gradients; numbers pass between them through shared memory, in two
-// buffers taken in turn, and the barrier after each update separates who writes one from who reads it.
+// All of that work would take one warp longer than the exchange.  So some threads only update units, others compute the
+// derivatives of the step after the next, and others write the last step's gradients.  They pass numbers through shared
+// memory, in two buffers used in turn; the barrier after each update separates the writes to a buffer from its reads.
 
-constexpr int LANES = (UNITS * COLUMNS + 31) / 32 * 32;                      // threads of a part, for each item
-constexpr int DERIVATIVES = Cell::DERIVATIVES + OUTPUTS + RESETS + OFFSETS;  // of an item: see each_derivative
-constexpr bool WRITES_APART = 3 * LANES <= THREADS;                          // or those who differentiate write
+constexpr int LANES = (UNITS * COLUMNS + 31) / 32 * 32;                      // threads of a part, one for each item
+constexpr int DERIVATIVES = Cell::DERIVATIVES + OUTPUTS + RESETS + OFFSETS;  // of an item: see each_derivative()
+constexpr bool WRITES_APART = 3 * LANES <= THREADS;                          // else those that differentiate also write
 static_assert(2 * LANES <= THREADS, "an item for each thread of a part");
 
 // grid: BLOCKS blocks for each group of sequences, all resident at once
@@ -57,7 +57,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         product(gates_of(iteration));
         sender.send(product, sequences, iteration);
     };
-    if (updates) {  // in a loop of its own: what others do would cost it registers and branches
+    if (updates) {  // in a loop of its own, as the work of the others would cost it registers and branches
         take(0);
         for (int iteration = 0; iteration < p.steps; ++iteration) {
             units.update(gates_of(iteration), iteration);

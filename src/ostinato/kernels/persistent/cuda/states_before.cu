@@ -1,13 +1,14 @@
-// before[r] is the state before the step of row r: that of its sequence a step earlier in the scan's order, or the
-// first one; zero where it is reset.  A step's rows are adjacent, and so are the same sequences' a step earlier: a
-// block copies a part of a step, WORD by WORD, of which each of its THREADS copies AHEAD at once.
+// before[r] is the state before the step of row r: the state of its sequence one step earlier in the order of the
+// recurrence, or the initial state; zero where it is reset.  The rows of a step are adjacent, and so are those of the
+// same sequences one step earlier.  So a block copies a part of a step in words of type WORD, of which each of its
+// THREADS has AHEAD in flight.
 
 using Word = WORD;
 
 struct Arguments {
-    const Word *rows, *first;  // (rows, width); (batch, width), or null: zeros
+    const Word *rows, *first;  // (rows, width); (batch, width), the initial states, or null for zeros
     Word* before;
-    const int* offsets;           // the first row of each step and the number of rows, or null: `batch` rows a step
+    const int* offsets;           // the first row of each step, then the number of rows; null: `batch` rows a step
     const unsigned char* resets;  // of each row, or null
     int steps, batch, width, parts, reverse;
 };
@@ -16,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) states_before(const __grid
     const auto begin_of = [&](int step) { return p.offsets ? p.offsets[step] : step * p.batch; };
     const int step = blockIdx.x / p.parts, earlier = p.reverse ? step + 1 : step - 1;
     const long long begin = begin_of(step), width = p.width, size = (begin_of(step + 1) - begin) * width;
-    long long source = 0, given = 0;  // where the earlier step's rows begin, and their words
+    long long source = 0, given = 0;  // the earlier step's first row, and the number of its words
     if (earlier >= 0 && earlier < p.steps) {
         source = begin_of(earlier);
         given = (begin_of(earlier + 1) - source) * width;

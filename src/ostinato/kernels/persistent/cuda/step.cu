@@ -1,15 +1,15 @@
 // One step of a recurrent layer for few sequences: both products and the cell, in one launch.
 //
-// A warp computes one unit of BATCH sequences; its lanes split the inputs and the state.  The groups of sequences of a
-// unit are neighbouring warps, which find its weights in the L1 cache.  x is (batch, inputs), states and cells
-// (batch, units), the weights (GATES * units, inputs or units), all contiguous.  A lane loads VEC numbers at once.
+// A warp computes one hidden unit of up to BATCH sequences; its lanes split the sums over inputs and state.  All groups
+// of sequences of a unit are neighbouring warps, which find its weights in the L1 cache.  x is (batch, inputs), states
+// are (batch, units), and weights (GATES * units, inputs or units), all contiguous.  A lane loads VEC numbers at once.
 
 constexpr int GATES = Cell::PRODUCTS;
 
 struct Parameters {
     const Pack *x, *h, *weight_ih, *weight_hh;
-    const Scalar *bias_ih, *bias_hh;  // null if absent, as h and c are if zero
-    const Scalar* c;                  // of a cell with two states, as next_c
+    const Scalar *bias_ih, *bias_hh;  // null if absent; h and c are null for zeros
+    const Scalar* c;                  // as next_c, of a cell with two states
     Scalar *next_h, *next_c, *output;
     int inputs, units, batch, groups;
 };
