@@ -40,7 +40,7 @@ struct Units : Block {
     Span spans[ITEMS] = {};
     // Of the step that is processed next, computed before the gradients of its states arrive:
     float slope[ITEMS][Cell::DERIVATIVES + 1];
-    float given[ITEMS][OUTPUTS];            // the gradients of its outputs
+    float grad_outputs[ITEMS][OUTPUTS];     // the gradients of its outputs
     bool takes_step[ITEMS];                 // whether the sequence has the step
     bool begins[ITEMS] = {}, began[ITEMS];  // whether the states before it, and before the last step, are reset
     // Loaded operands, with adjacent numbers packed: unpacking them would wait for the loads.
@@ -128,25 +128,25 @@ struct Units : Block {
             if (TAKES_SECOND) states_before[1] = unpacked(second_before[k]);
             Cell::differentiate(states_before, after, x, parameter[own_unit(i)], slope[i]);
 #pragma unroll
-            for (int output = 0; output < OUTPUTS; ++output) given[i][output] = unpacked(grad[k][output]);
+            for (int output = 0; output < OUTPUTS; ++output) grad_outputs[i][output] = unpacked(grad[k][output]);
         }
     }
 
     // Calls a function with each number that update() needs from differentiate().
-    template <typename Function> __device__ void each_derivative(Function take) {
-        const auto take_flag = [&](bool& x) {
+    template <typename Function> __device__ void each_derivative(Function visit) {
+        const auto visit_flag = [&](bool& x) {
             float flag = x ? 1.0f : 0.0f;
-            take(flag);
+            visit(flag);
             x = flag != 0;
         };
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
 #pragma unroll
-            for (int k = 0; k < Cell::DERIVATIVES; ++k) take(slope[i][k]);
+            for (int k = 0; k < Cell::DERIVATIVES; ++k) visit(slope[i][k]);
 #pragma unroll
-            for (int k = 0; k < OUTPUTS; ++k) take(given[i][k]);
-            if (RESETS) take_flag(begins[i]);
-            if (OFFSETS) take_flag(takes_step[i]);
+            for (int k = 0; k < OUTPUTS; ++k) visit(grad_outputs[i][k]);
+            if (RESETS) visit_flag(begins[i]);
+            if (OFFSETS) visit_flag(takes_step[i]);
         }
     }
 
@@ -164,7 +164,8 @@ struct Units : Block {
             for (int j = 0; j < ADJACENT; ++j) {
                 const int i = first + j;
                 const bool passes = OFFSETS && !takes_step[i];
-                const float total[] = {dh[i] + given[i][0], TAKES_SECOND ? dc[i] + given[i][OUTPUTS - 1] : dc[i]};
+                const float total[] = {dh[i] + grad_outputs[i][0],
+                                       TAKES_SECOND ? dc[i] + grad_outputs[i][OUTPUTS - 1] : dc[i]};
                 float of_states[2];
                 Cell::pull(slope[i], total, of_states, d[i]);
                 dh[i] = passes ? dh[i] : of_states[0];

@@ -12,7 +12,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(BLOCK_GROUPS * THREADS,
     if (threadIdx.x < THREADS) {
         multiply_ping_pong(p, block, weights, sums, state + block % CLUSTER * SLICE_BYTES);
     } else {
-        give_registers();
+        release_registers();
         const Product product{};
         Units units(p, product, block, own_items(p, block, group));
         Sender sender(p, product, mailbox, block);

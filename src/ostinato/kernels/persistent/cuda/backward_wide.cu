@@ -7,7 +7,7 @@ struct Units : UpdatedUnits {
     // whether it is reset before it; and each sequence's operands, for two units.
     Rows rows;
     unsigned lives, begins;
-    Pack x[ROUNDS][2][GATES], given[ROUNDS][2];
+    Pack x[ROUNDS][2][GATES], grad_output[ROUNDS][2];
     float2 cell[ROUNDS][2], earlier[ROUNDS][2];
     unsigned lived = 0, began = 0;  // the same bits of the step processed last, four for each turn
     Pack grads[ROUNDS][2][GATES];   // the gradients of that step
@@ -18,11 +18,11 @@ struct Units : UpdatedUnits {
             for (int r = 0; r < ROUNDS; ++r) {
                 float2 dc[2] = {};
                 for (int s = 0; s < 2; ++s) {
-                    const int of = sequence_of(turn, r, s);
-                    if (of >= p.batch) continue;
-                    const float2 dh = two(p.grad_h_n, of);
-                    p.grad_h0[at(of) / 2] = pack({dh.x, dh.y});
-                    dc[s] = two(p.grad_c_n, of);
+                    const int b = sequence_of(turn, r, s);
+                    if (b >= p.batch) continue;
+                    const float2 dh = two(p.grad_h_n, b);
+                    p.grad_h0[at(b) / 2] = pack({dh.x, dh.y});
+                    dc[s] = two(p.grad_c_n, b);
                 }
                 cells(shared, turn, r) = {dc[0].x, dc[0].y, dc[1].x, dc[1].y};
             }
@@ -44,19 +44,19 @@ struct Units : UpdatedUnits {
         for (int r = 0; r < ROUNDS; ++r)
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
-                const int of = sequence_of(turn, r, s);
-                const bool live = of < rows.live;
-                const size_t row = rows.first + of;
+                const int b = sequence_of(turn, r, s);
+                const bool live = b < rows.live;
+                const size_t row = rows.first + b;
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) x[r][s][g] = live ? load(p.pre + at(row, GATES) + g * HIDDEN) : 0;
-                given[r][s] = live && p.grad_output ? load(p.grad_output + at(row)) : 0;
+                grad_output[r][s] = live && p.grad_output ? load(p.grad_output + at(row)) : 0;
                 cell[r][s] = earlier[r][s] = {0, 0};
                 if (!live) continue;
                 lives |= 1u << (2 * r + s);
                 cell[r][s] = *reinterpret_cast<const float2*>(p.cells + at(row));
                 if (RESETS && p.resets[row]) begins |= 1u << (2 * r + s);
-                else if (!has_earlier || of >= before.live) earlier[r][s] = two(p.c0, of);
-                else earlier[r][s] = *reinterpret_cast<const float2*>(p.cells + at(before.first + of));
+                else if (!has_earlier || b >= before.live) earlier[r][s] = two(p.c0, b);
+                else earlier[r][s] = *reinterpret_cast<const float2*>(p.cells + at(before.first + b));
             }
     }
 
@@ -65,7 +65,7 @@ struct Units : UpdatedUnits {
                         Timeout& timeout) const {
         float4 terms[TERMS] = {};
         if (iteration)
-            take(terms, place.sums(p, turn, place.block) + round * OWNERS + thread, iteration, shared, timeout);
+            receive(terms, place.sums(p, turn, place.block) + round * OWNERS + thread, iteration, shared, timeout);
         float4 sum = terms[0];
 #pragma unroll
         for (int i = 1; i < TERMS; ++i)
@@ -73,9 +73,9 @@ struct Units : UpdatedUnits {
         const float of_units[4] = {sum.x, sum.z, sum.y, sum.w};
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
-            const int of = sequence_of(turn, round, s), bit = turn * 4 + round * 2 + s;
+            const int b = sequence_of(turn, round, s), bit = turn * 4 + round * 2 + s;
             float kept[2] = {};
-            if (!(lived >> bit & 1) && of < p.batch) unpack(p.grad_h0[at(of) / 2], kept);
+            if (!(lived >> bit & 1) && b < p.batch) unpack(p.grad_h0[at(b) / 2], kept);
 #pragma unroll
             for (int u = 0; u < 2; ++u)
                 dh[2 * s + u] = !(lived >> bit & 1) ? kept[u] : began >> bit & 1 ? 0 : of_units[2 * s + u];
@@ -110,7 +110,7 @@ struct Units : UpdatedUnits {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float of_units[2];
-                unpack(given[r][i / 2], of_units);
+                unpack(grad_output[r][i / 2], of_units);
                 const float total[] = {dh[i] + of_units[i % 2], dc[i]};
                 const bool passes = OFFSETS && !(lives >> (2 * r + i / 2) & 1);
                 float of_states[2];
@@ -130,9 +130,9 @@ struct Units : UpdatedUnits {
                     grads[r][s][g] = pack({d[2 * s][g], d[2 * s + 1][g]});
                     publish(published + g * BLOCKS * STATE_BYTES + byte(r, s), grads[r][s][g]);
                 }
-                const int of = sequence_of(turn, r, s);
-                if (OFFSETS && of >= rows.live && of < p.batch)
-                    p.grad_h0[at(of) / 2] = pack({dh[2 * s], dh[2 * s + 1]});
+                const int b = sequence_of(turn, r, s);
+                if (OFFSETS && b >= rows.live && b < p.batch)
+                    p.grad_h0[at(b) / 2] = pack({dh[2 * s], dh[2 * s + 1]});
             }
         }
         const unsigned others = ~(15u << 4 * turn);
@@ -144,11 +144,11 @@ struct Units : UpdatedUnits {
         for (int r = 0; r < ROUNDS; ++r)
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
-                const int of = sequence_of(turn, r, s);
-                if (of >= rows.live) continue;
+                const int b = sequence_of(turn, r, s);
+                if (b >= rows.live) continue;
 #pragma unroll
                 for (int g = 0; g < GATES; ++g)
-                    __stcs(p.grads + (at(rows.first + of, GATES) + g * HIDDEN) / 2, grads[r][s][g]);
+                    __stcs(p.grads + (at(rows.first + b, GATES) + g * HIDDEN) / 2, grads[r][s][g]);
             }
     }
 
@@ -159,13 +159,13 @@ struct Units : UpdatedUnits {
                 sum(dh, place, shared, p.steps, turn, r, timeout);
                 const float4 dc = cells(shared, turn, r);
                 for (int s = 0; s < 2; ++s) {
-                    const int of = sequence_of(turn, r, s);
-                    if (of >= p.batch) continue;
-                    p.grad_h0[at(of) / 2] = pack({dh[2 * s], dh[2 * s + 1]});
-                    p.grad_c0[at(of) / 2] = s ? pack({dc.z, dc.w}) : pack({dc.x, dc.y});
+                    const int b = sequence_of(turn, r, s);
+                    if (b >= p.batch) continue;
+                    p.grad_h0[at(b) / 2] = pack({dh[2 * s], dh[2 * s + 1]});
+                    p.grad_c0[at(b) / 2] = s ? pack({dc.z, dc.w}) : pack({dc.x, dc.y});
                     const bool first = !turn && !r && !s;  // this row gets the sums over all sequences of the thread
                     for (int g = 0; g < GATES; ++g)
-                        *reinterpret_cast<float2*>(p.totals + at(of, GATES) + g * HIDDEN) =
+                        *reinterpret_cast<float2*>(p.totals + at(b, GATES) + g * HIDDEN) =
                             first ? float2{totals[g][0], totals[g][1]} : float2{0, 0};
                 }
             }
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_GROUPS * THREADS, 1) recur(co
     } else if (updates()) {
         update_all<Units>(p, place, shared);
     } else {
-        take_registers<COPYING>();
+        set_registers<COPYING>();
         copy(p, place, shared);
     }
 }

@@ -5,7 +5,7 @@
 
 struct Arguments {
     const float* rows;  // (count, width)
-    Scalar *of_ih, *of_hh;
+    Scalar *grad_ih, *grad_hh;
     int count, width, shift;
 };
 
@@ -14,6 +14,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) biases(const __grid_con
     const float sum = sum_of_rows(p.rows + column, p.width, p.count, column < p.width);
     if (threadIdx.x >= 32 || column >= p.width) return;
     const int size = p.width - p.shift;
-    if (column >= p.shift) p.of_ih[column - p.shift] = Scalar(sum);
-    if (column < size) p.of_hh[column < p.shift ? column + size - p.shift : column - p.shift] = Scalar(sum);
+    if (column >= p.shift) p.grad_ih[column - p.shift] = Scalar(sum);
+    if (column < size) p.grad_hh[column < p.shift ? column + size - p.shift : column - p.shift] = Scalar(sum);
 }

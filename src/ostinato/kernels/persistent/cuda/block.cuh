@@ -22,9 +22,9 @@ constexpr int AT_ONCE_GATHERED = 8;  // tiles whose gathers are in flight togeth
 constexpr int TILE_COLUMNS = 32 / sizeof(Scalar);
 constexpr int GATHERS = (TILES * TILE_COLUMNS + 31) / 32;  // places of columns that a lane holds, two per register
 
-// Packs one lane's registers of one tile.
-constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
+constexpr int PACKED = BLOCKS * WARPS * TILES * 32;  // calls of pack_weights()
 
+// Packs one lane's registers of one tile.
 __device__ inline void pack_weights(const Parameters& p, int i) {
     constexpr int NUMBERS = 16 / sizeof(Scalar);
     alignas(16) int index[NUMBERS];
@@ -76,8 +76,8 @@ struct Product {
                 const unsigned sequence = lane_id() / 4 % STATE_COLUMNS;
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
-                    const int there = __shfl_sync(~0u, place(tile / 4), lane + k * 4);
-                    b[i][k] = reinterpret_cast<const unsigned*>(state.places + there * STATE_BYTES)[sequence];
+                    const int unit_place = __shfl_sync(~0u, place(tile / 4), lane + k * 4);
+                    b[i][k] = reinterpret_cast<const unsigned*>(state.places + unit_place * STATE_BYTES)[sequence];
                 }
             }
         }

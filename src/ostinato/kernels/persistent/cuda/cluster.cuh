@@ -29,9 +29,9 @@ struct Mailbox {
     // the block itself.
     __device__ size_t address(int peer, int item) const {
         const int from = DISTRIBUTED ? rank : (rank - peer + CLUSTER) % CLUSTER - 1;
-        size_t there;
-        asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(slots + from * SHARE + item), "r"(unsigned(peer)));
-        return there;
+        size_t remote;
+        asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(slots + from * SHARE + item), "r"(unsigned(peer)));
+        return remote;
     }
 
     // Stores adjacent sums, if `wanted`, to an address from address().
@@ -39,13 +39,13 @@ struct Mailbox {
         Word word[ADJACENT];
 #pragma unroll
         for (int j = 0; j < ADJACENT; ++j) word[j] = Word(unsigned(step + 1)) << 32 | __float_as_uint(sum.x[j]);
-        const size_t there = address + step % 2 * unsigned(SENDERS * SHARE * sizeof(Word));
+        const size_t slot = address + step % 2 * unsigned(SENDERS * SHARE * sizeof(Word));
         if (ADJACENT == 2)
             asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.cluster.v2.b64 [%1], {%2, %3}; }"
-                         :: "r"(unsigned(wanted)), "l"(there), "l"(word[0]), "l"(word[ADJACENT - 1]) : "memory");
+                         :: "r"(unsigned(wanted)), "l"(slot), "l"(word[0]), "l"(word[ADJACENT - 1]) : "memory");
         else
             asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.cluster.b64 [%1], %2; }"
-                         :: "r"(unsigned(wanted)), "l"(there), "l"(word[0]) : "memory");
+                         :: "r"(unsigned(wanted)), "l"(slot), "l"(word[0]) : "memory");
     }
 
     // Loads adjacent words again unless they carry the step's flag, and returns whether they did not.

@@ -33,9 +33,9 @@ __device__ constexpr int tile_at(int column, int row) {
 // The first row of a warp, among the block's rows.
 __device__ inline int first_row(int warp) { return warp % SHARING * ROW_TILES * 16; }
 
-// Packs one lane's registers of one tile.
-constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
+constexpr int PACKED = BLOCKS * WARPS * TILES * 32;  // calls of pack_weights()
 
+// Packs one lane's registers of one tile.
 __device__ inline void pack_weights(const Parameters& p, int i) {
     const int lane = i % 32, tile = i / 32 % TILES, warp = i / (32 * TILES) % WARPS, block = i / (32 * TILES * WARPS);
     int row, column = tile / ROW_TILES, beside = 0;  // 1 if the tile's lower half is from the next column tile
@@ -51,13 +51,13 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
     unsigned registers[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {  // mma's order: upper and lower rows of the first half of the columns, of the second
-        const int c = column + r % 2 * beside, there = row + (beside ? 0 : r % 2 * 8);
+        const int c = column + r % 2 * beside, tile_row = row + (beside ? 0 : r % 2 * 8);
         const int in_pair = c / 2 < PAIRS ? lane % 4 * 16 + c % 2 * 8 : lane % 4 * 8;
         const int first = (first_byte(warp / SHARING, c / 2) + in_pair + r / 2 * 4) / int(sizeof(Scalar));
         const bool exists = c < COLUMN_TILES;
-        registers[r] = exists ? operand_bits(widen(weight_at(p, block, there, first))) : 0;
+        registers[r] = exists ? operand_bits(widen(weight_at(p, block, tile_row, first))) : 0;
         if (sizeof(Scalar) == 2 && exists)
-            registers[r] |= operand_bits(widen(weight_at(p, block, there, first + 1))) << 16;
+            registers[r] |= operand_bits(widen(weight_at(p, block, tile_row, first + 1))) << 16;
     }
     reinterpret_cast<uint4*>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
 }

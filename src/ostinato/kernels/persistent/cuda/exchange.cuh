@@ -7,7 +7,7 @@
 // sequence.
 //
 // In the forward pass every step has its own buffer, filled beforehand, and each word is written once.  Less is
-// exchanged there than in the backward pass, and to reuse a few buffers was measured to take longer than it saves.
+// exchanged there than in the backward pass, and reusing a few buffers was measured to take longer than it saves.
 //
 // In the backward pass the steps use a few buffers in turn, which stay in L2.  The thread that wrote a word makes it
 // absent again after half as many steps as there are buffers, and reuses it after another half.  No thread waits for a
@@ -176,7 +176,7 @@ __device__ inline unsigned operand_bits(float x, bool zero = false) {
 // some of the copies.
 struct Copies {
     static constexpr int COUNT = (BLOCKS + WORD - 1) / WORD;  // copies that a lane stores
-    unsigned there[COUNT], window;  // the lower halves of their generic addresses, and the upper half, which all share
+    unsigned lower[COUNT], upper;  // the lower halves of their generic addresses, and the upper half, which all share
 
     // The copies of the word that contains an address of this block.
     __device__ explicit Copies(const char* address) {
@@ -185,8 +185,8 @@ struct Copies {
         for (int i = 0; i < COUNT; ++i) {
             size_t copy;
             asm("mapa.u64 %0, %1, %2;" : "=l"(copy) : "l"(here), "r"(min(lane_id() % WORD + i * WORD, BLOCKS - 1u)));
-            there[i] = low(copy), window = high(copy);
-            asm volatile("" : "+r"(there[i]), "+r"(window));  // computed here, not while others wait for the word
+            lower[i] = low(copy), upper = high(copy);
+            asm volatile("" : "+r"(lower[i]), "+r"(upper));  // computed here, not while others wait for the word
         }
     }
 
@@ -203,7 +203,7 @@ struct Copies {
         for (int i = 0; i < COUNT; ++i) {
             const bool wanted = within && (BLOCKS % WORD == 0 || lane_id() % WORD + i * WORD < BLOCKS);
             asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.cluster.b64 [%1], %2; }"
-                         :: "r"(unsigned(wanted)), "l"(Word(window) << 32 | there[i]),
+                         :: "r"(unsigned(wanted)), "l"(Word(upper) << 32 | lower[i]),
                             "l"(Word(half[1]) << 32 | half[0])
                          : "memory");
         }
@@ -211,7 +211,7 @@ struct Copies {
 
     __device__ void move(int bytes) {
 #pragma unroll
-        for (unsigned& address : there) address += bytes;
+        for (unsigned& address : lower) address += bytes;
     }
 };
 

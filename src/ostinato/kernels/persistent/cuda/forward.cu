@@ -143,22 +143,22 @@ struct Units : Block {
 
     // Calls a function with each operand of a step that an item needs, and with whether its state is reset before the
     // next step; each_result() with each result of the step.
-    template <typename Function> __device__ void each_operand(Function take) {
-        each_projected(take);
+    template <typename Function> __device__ void each_operand(Function visit) {
+        each_projected(visit);
         float flag = resets.before[0] ? 1.0f : 0.0f;
-        if (RESETS) take(flag);
+        if (RESETS) visit(flag);
         resets.before[0] = flag != 0;
     }
-    template <typename Function> __device__ void each_result(Function take) {
-        take(h[0]);
-        if (KEEPS_GATES || HAS_SECOND) take(c[0]);
-        if (KEEPS_GATES) each_projected(take);
+    template <typename Function> __device__ void each_result(Function visit) {
+        visit(h[0]);
+        if (KEEPS_GATES || HAS_SECOND) visit(c[0]);
+        if (KEEPS_GATES) each_projected(visit);
     }
-    template <typename Function> __device__ void each_projected(Function take) {
+    template <typename Function> __device__ void each_projected(Function visit) {
 #pragma unroll
         for (int g = 0; g < INPUTS; ++g) {
             float x = widen(projected[0][g].x[0]);
-            take(x);
+            visit(x);
             projected[0][g].x[0] = x;
         }
     }
@@ -213,6 +213,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
 
     Rows rows(p, step_of(p, 0));
     for (int iteration = 0; iteration < p.steps; ++iteration) {
+        // While the state is in transit, the last step's results are written and the next inputs are loaded.
         if (iteration) units.write(rows);
         units.zero_reset_states();
         rows = Rows(p, step_of(p, iteration));

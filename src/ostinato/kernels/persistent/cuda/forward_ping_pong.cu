@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_GROUPS * THREADS, 1) recur(co
     float* sums = reinterpret_cast<float*>(shared);
     if (threadIdx.x < THREADS) return multiply_ping_pong(p, block, shared + BLOCK_GROUPS * SUMS / 4, sums, state);
 
-    give_registers();
+    release_registers();
     const Product product{};
     Units units(p, product, block, own_items(p, block, group));
     Rows rows(p, step_of(p, 0));

@@ -17,11 +17,11 @@ struct Units : UpdatedUnits {
             for (int r = 0; r < ROUNDS; ++r) {
                 float c[4] = {};
                 for (int s = 0; s < 2; ++s) {
-                    const int of = sequence_of(turn, r, s);
-                    if (of >= p.batch) continue;
-                    if (OFFSETS) p.h_n[at(of) / 2] = p.h0 ? pack({widen(p.h0[at(of)]), widen(p.h0[at(of) + 1])}) : 0;
-                    if (!p.c0 || (RESETS && of < rows.live && p.resets[rows.first + of])) continue;
-                    for (int u = 0; u < 2; ++u) c[2 * s + u] = widen(p.c0[at(of) + u]);
+                    const int b = sequence_of(turn, r, s);
+                    if (b >= p.batch) continue;
+                    if (OFFSETS) p.h_n[at(b) / 2] = p.h0 ? pack({widen(p.h0[at(b)]), widen(p.h0[at(b) + 1])}) : 0;
+                    if (!p.c0 || (RESETS && b < rows.live && p.resets[rows.first + b])) continue;
+                    for (int u = 0; u < 2; ++u) c[2 * s + u] = widen(p.c0[at(b) + u]);
                 }
                 cells(shared, turn, r) = {c[0], c[1], c[2], c[3]};
             }
@@ -36,14 +36,14 @@ struct Units : UpdatedUnits {
         for (int r = 0; r < ROUNDS; ++r)
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
-                const int of = sequence_of(turn, r, s);
-                const bool live = of < rows.live;
-                const Pack* pre = reinterpret_cast<const Pack*>(p.pre + at(rows.first + of, GATES));
+                const int b = sequence_of(turn, r, s);
+                const bool live = b < rows.live;
+                const Pack* pre = reinterpret_cast<const Pack*>(p.pre + at(rows.first + b, GATES));
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) x[r][s][g] = live ? __ldcs(pre + g * HIDDEN / 2) : 0;
-                if (OFFSETS && !live && of < p.batch) h[r][s] = p.h_n[at(of) / 2];
-                if (RESETS && iteration + 1 < p.steps && of < next.live)
-                    begins |= p.resets[next.first + of] << (2 * r + s);
+                if (OFFSETS && !live && b < p.batch) h[r][s] = p.h_n[at(b) / 2];
+                if (RESETS && iteration + 1 < p.steps && b < next.live)
+                    begins |= p.resets[next.first + b] << (2 * r + s);
             }
     }
 
@@ -54,7 +54,7 @@ struct Units : UpdatedUnits {
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             float4 terms[TERMS];
-            take(terms, sums(shared, turn) + r * OWNERS + thread, iteration + 1, shared, timeout);
+            receive(terms, sums(shared, turn) + r * OWNERS + thread, iteration + 1, shared, timeout);
             const float4 before = cells(shared, turn, r);
             float c[4] = {before.x, before.y, before.z, before.w}, after[4], s[4][GATES], pre[4][GATES];
 #pragma unroll
@@ -99,16 +99,16 @@ struct Units : UpdatedUnits {
             float4& cell = cells(shared, turn, r);
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
-                const int of = sequence_of(turn, r, s);
+                const int b = sequence_of(turn, r, s);
                 float2& mine = reinterpret_cast<float2*>(&cell)[s];
-                if (of < rows.live) {
-                    const size_t row = rows.first + of;
+                if (b < rows.live) {
+                    const size_t row = rows.first + b;
                     p.output[at(row) / 2] = h[r][s];
                     if (p.cells) *reinterpret_cast<float2*>(p.cells + at(row)) = mine;
                     Pack* gates = reinterpret_cast<Pack*>(p.gates + at(row, GATES));
 #pragma unroll
                     for (int g = 0; KEEPS_GATES && g < GATES; ++g) __stcs(gates + g * HIDDEN / 2, x[r][s][g]);
-                    if (OFFSETS || iteration + 1 == p.steps) p.h_n[at(of) / 2] = h[r][s];
+                    if (OFFSETS || iteration + 1 == p.steps) p.h_n[at(b) / 2] = h[r][s];
                 }
                 if (begins >> (2 * r + s) & 1) mine = {0, 0};
             }
@@ -119,9 +119,9 @@ struct Units : UpdatedUnits {
         for (int turn = 0; turn < BLOCK_GROUPS; ++turn)
             for (int r = 0; r < ROUNDS; ++r)
                 for (int s = 0; s < 2; ++s) {
-                    const int of = sequence_of(turn, r, s);
+                    const int b = sequence_of(turn, r, s);
                     const float2 mine = reinterpret_cast<float2*>(&cells(shared, turn, r))[s];
-                    if (of < p.batch) p.c_n[at(of) / 2] = pack({mine.x, mine.y});
+                    if (b < p.batch) p.c_n[at(b) / 2] = pack({mine.x, mine.y});
                 }
     }
 
@@ -153,7 +153,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(BLOCK_GROUPS * THREADS,
     } else if (updates()) {
         update_all<Units>(p, place, shared);
     } else {
-        take_registers<COPYING>();
+        set_registers<COPYING>();
         copy(p, place, shared);
     }
     __syncthreads();

@@ -36,24 +36,24 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
 
     const auto fetch = [&](int iteration) {
         if (iteration >= p.steps) return;
-        carrier.resets.look_up(p, carrier, iteration + 1);  // first, as it would also wait for the loads of fetch()
+        carrier.resets.look_up(p, carrier, iteration + 1);  // first: it would wait for the other loads, too
         carrier.fetch(Rows(p, step_of(p, iteration)));
     };
     const auto hand_operands = [&](int iteration) {
-        float* there = operands + iteration % 2 * OPERANDS * LANES;
-        carrier.each_operand([&](float& x) { *there = x, there += LANES; });
+        float* slot = operands + iteration % 2 * OPERANDS * LANES;
+        carrier.each_operand([&](float& x) { *slot = x, slot += LANES; });
     };
     const auto take_operands = [&](int iteration) {
-        const float* there = operands + iteration % 2 * OPERANDS * LANES;
-        units.each_operand([&](float& x) { x = *there, there += LANES; });
+        const float* slot = operands + iteration % 2 * OPERANDS * LANES;
+        units.each_operand([&](float& x) { x = *slot, slot += LANES; });
     };
     const auto hand_results = [&](int iteration) {
-        float* there = results + iteration % 2 * RESULTS * LANES;
-        units.each_result([&](float& x) { *there = x, there += LANES; });
+        float* slot = results + iteration % 2 * RESULTS * LANES;
+        units.each_result([&](float& x) { *slot = x, slot += LANES; });
     };
     const auto write = [&](int iteration) {
-        const float* there = results + iteration % 2 * RESULTS * LANES;
-        carrier.each_result([&](float& x) { x = *there, there += LANES; });
+        const float* slot = results + iteration % 2 * RESULTS * LANES;
+        carrier.each_result([&](float& x) { x = *slot, slot += LANES; });
         carrier.write(Rows(p, step_of(p, iteration)));
     };
 

@@ -4,7 +4,7 @@
 // the previous state.  In the backward pass the matrix is transposed: the rows are the units of the block's cluster,
 // and the columns a slice of the gates of all units or, with SCATTERS, the gates of the block's own units.
 //
-// For a weight that does not exist another one is loaded, instead of a branch, so that the loads of a thread are in
+// Where a weight does not exist, another is loaded in its place, without a branch, so that the loads of a thread are in
 // flight together.
 
 // An element of a block's part of the matrix; zero out of bounds.
@@ -16,7 +16,7 @@ __device__ inline Scalar weight_at(const Parameters& p, int block, int row, int 
         if (SCATTERS) gate = column / UNITS, unit = block * UNITS + column % UNITS;
     }
     const bool exists = row < ROWS && column < SLICE && gate < GATES && unit < HIDDEN && other < HIDDEN;
-    // In 32 bits: with offsets in 64 bits that may be zero, code of CUDA 13.0 sometimes loaded from another address.
+    // In 32 bits: with offsets in 64 bits that may be zero, CUDA 13.0 made code that sometimes loaded other addresses.
     static_assert(size_t(GATES) * HIDDEN * HIDDEN <= ~0u);
     const Scalar weight = p.weight[exists ? unsigned(gate * HIDDEN + unit) * HIDDEN + other : 0];
     return exists ? weight : Scalar(0.0f);

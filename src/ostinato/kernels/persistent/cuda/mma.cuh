@@ -42,8 +42,8 @@ __device__ inline void mma(float (&d)[4], const uint4& a, unsigned b0, unsigned 
     for (int i = 0; i < 4; ++i) d[i] += sum[i];
 }
 
-// EXACT float32 with one sequence uses FMA instructions, since tensor cores would need three tf32 products.  Each lane
-// then accumulates the share of its columns in the sums of two rows, in d[0] and d[2].
+// EXACT float32 with one sequence uses FMA instructions, since tensor cores would need three tf32 products.  Lanes of
+// the same columns then hold the same state, and each accumulates its columns' share of two rows in d[0] and d[2].
 constexpr bool BY_FMA = EXACT && COLUMNS == 1;
 
 __device__ inline void multiply(float (&d)[4], const uint4& a, Word b) {

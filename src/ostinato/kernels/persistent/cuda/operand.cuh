@@ -58,14 +58,14 @@ struct LoadedOperand {
 
     // Calls a function for each pair of words that this lane multiplies, with the sequence tile, the pair's index in
     // it, its address, and whether it exists.  The word of an odd tile has the index PAIRS.
-    template <typename Function> __device__ void each(Function take) const {
+    template <typename Function> __device__ void each(Function visit) const {
         constexpr bool WHOLE = ROW_BYTES % (32 * PARTS) == 0;
 #pragma unroll
         for (int s = 0; s < SEQUENCE_TILES; ++s) {
 #pragma unroll
             for (int i = 0; i < PAIRS; ++i)
-                take(s, i, mine + (i * COLUMNS + s * 8) * CHUNK, WHOLE || offset + i * 64 < ROW_BYTES);
-            if (ODD) take(s, PAIRS, mine_odd + s * 8 * CHUNK, WHOLE || odd_offset < ROW_BYTES);
+                visit(s, i, mine + (i * COLUMNS + s * 8) * CHUNK, WHOLE || offset + i * 64 < ROW_BYTES);
+            if (ODD) visit(s, PAIRS, mine_odd + s * 8 * CHUNK, WHOLE || odd_offset < ROW_BYTES);
         }
     }
 

@@ -24,7 +24,7 @@ __device__ inline Block own_items(const Parameters& p, int block, int first_grou
 }
 
 // Releases registers of the updating threads: one of them and one thread that multiplies have 256 together.
-__device__ inline void give_registers() {
+__device__ inline void release_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(256 - REGISTERS));
 }
 

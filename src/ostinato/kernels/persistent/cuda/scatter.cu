@@ -34,12 +34,12 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         if (iteration >= p.steps) return;
         units.resets.take();
         units.differentiate(Rows(p, step_of(p, iteration)));
-        float* there = derivatives + iteration % 2 * DERIVATIVES * LANES;
-        units.each_derivative([&](float& x) { *there = x, there += LANES; });
+        float* slot = derivatives + iteration % 2 * DERIVATIVES * LANES;
+        units.each_derivative([&](float& x) { *slot = x, slot += LANES; });
     };
-    const auto take = [&](int iteration) {
-        const float* there = derivatives + iteration % 2 * DERIVATIVES * LANES;
-        units.each_derivative([&](float& x) { x = *there, there += LANES; });
+    const auto take_derivatives = [&](int iteration) {
+        const float* slot = derivatives + iteration % 2 * DERIVATIVES * LANES;
+        units.each_derivative([&](float& x) { x = *slot, slot += LANES; });
     };
 
     if (differentiates) {
@@ -58,13 +58,13 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         sender.send(product, sequences, iteration);
     };
     if (updates) {  // in a loop of its own, as the work of the others would cost it registers and branches
-        take(0);
+        take_derivatives(0);
         for (int iteration = 0; iteration < p.steps; ++iteration) {
             units.update(gates_of(iteration), iteration);
 #pragma unroll
             for (int g = 0; g < PULLED; ++g) gradients_of(iteration)[g * LANES] = units.d[0][g];
             multiply(iteration);
-            take(iteration + 1);
+            take_derivatives(iteration + 1);
             units.add(product, nullptr, mailbox, iteration, timeout);
         }
         units.write_states();

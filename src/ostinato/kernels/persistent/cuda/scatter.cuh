@@ -11,7 +11,7 @@ constexpr int COLUMN_TILES = (ROW_BYTES + 31) / 32;
 constexpr int PAIRS = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // pairs of tiles, 16 bytes of a lane; an odd tile, 8
 constexpr int TILES = WARP_ROWS * COLUMN_TILES;
 constexpr int CHAINS = WARP_ROWS >= 4 ? 1 : WARP_ROWS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency
-constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
+constexpr int PACKED = BLOCKS * WARPS * TILES * 32;  // calls of pack_weights()
 
 // Packs one lane's registers of one tile.  The order of columns within a tile is free; as in dense.cuh, it is that of a
 // lane's 16 bytes of two tiles.
@@ -21,11 +21,11 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
     unsigned registers[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {  // mma's order: upper and lower rows of the first half of the columns, of the second
-        const int there = row + r % 2 * 8;
+        const int tile_row = row + r % 2 * 8;
         const int in_pair = column / 2 < PAIRS ? lane % 4 * 16 + column % 2 * 8 : lane % 4 * 8;
         const int first = (column / 2 * 64 + in_pair + r / 2 * 4) / int(sizeof(Scalar));
-        registers[r] = operand_bits(widen(weight_at(p, block, there, first)));
-        if (sizeof(Scalar) == 2) registers[r] |= operand_bits(widen(weight_at(p, block, there, first + 1))) << 16;
+        registers[r] = operand_bits(widen(weight_at(p, block, tile_row, first)));
+        if (sizeof(Scalar) == 2) registers[r] |= operand_bits(widen(weight_at(p, block, tile_row, first + 1))) << 16;
     }
     reinterpret_cast<uint4*>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
 }
@@ -83,8 +83,8 @@ struct Sender {
     __device__ explicit Sender(const Mailbox& mailbox) {
 #pragma unroll
         for (int i = 0; i < 2 * WARP_ROWS; ++i) {
-            const int there = min(row(i / 2, i % 2), ROWS - 1);
-            addresses[i / 2][i % 2] = mailbox.address(there / UNITS, column(0) * UNITS + there % UNITS);
+            const int sent_row = min(row(i / 2, i % 2), ROWS - 1);
+            addresses[i / 2][i % 2] = mailbox.address(sent_row / UNITS, column(0) * UNITS + sent_row % UNITS);
         }
     }
 

@@ -47,9 +47,9 @@ __device__ inline Span load_span(const Parameters& p, int block, int row) {
     return {static_cast<unsigned char>(both), static_cast<unsigned char>(both >> 8)};
 }
 
-// Packs one entry of one thread.
-constexpr int PACKED = BLOCKS * ENTRIES * THREADS;
+constexpr int PACKED = BLOCKS * ENTRIES * THREADS;  // calls of pack_weights()
 
+// Packs one entry of one thread.
 __device__ inline void pack_weights(const Parameters& p, int i) {
     const size_t entry = i / THREADS, thread = i % THREADS, first = 2 * entry * THREADS + thread;
     const unsigned place[2] = {p.places[first], p.places[first + THREADS]};

@@ -11,7 +11,7 @@ constexpr int WORDS = SLICE / WORD;  // of a sequence's state
 constexpr int ZERO_PLACES = 16;
 constexpr int STATE_BYTES = STATE_COLUMNS * int(sizeof(Scalar));  // of a place
 constexpr bool HALVES = STATE_BYTES == 16 && sizeof(Scalar) == 2 && COLUMNS <= 4;
-constexpr int STATE_PIECES = (SLICE + ZERO_PLACES) * STATE_BYTES / 16;
+constexpr int STATE_PIECES = (SLICE + ZERO_PLACES) * STATE_BYTES / 16;   // of 16 bytes
 constexpr int ROUNDS = (WORDS + THREADS - 1) / THREADS;           // of loads, in each of which a thread loads a word
 constexpr int AT_ONCE = ROUNDS * COLUMNS <= 32 ? ROUNDS : 32 / COLUMNS;  // rounds whose words are in flight together
 

@@ -17,10 +17,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) states_before(const __grid
     const auto begin_of = [&](int step) { return p.offsets ? p.offsets[step] : step * p.batch; };
     const int step = blockIdx.x / p.parts, earlier = p.reverse ? step + 1 : step - 1;
     const long long begin = begin_of(step), width = p.width, size = (begin_of(step + 1) - begin) * width;
-    long long source = 0, given = 0;  // the earlier step's first row, and the number of its words
+    long long source = 0, earlier_size = 0;  // the earlier step's first row, and the number of its words
     if (earlier >= 0 && earlier < p.steps) {
         source = begin_of(earlier);
-        given = (begin_of(earlier + 1) - source) * width;
+        earlier_size = (begin_of(earlier + 1) - source) * width;
     }
     const long long stride = (long long)p.parts * THREADS * AHEAD;
     for (long long at = (long long)(blockIdx.x % p.parts) * THREADS * AHEAD + threadIdx.x; at < size; at += stride) {
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) states_before(const __grid
             const long long i = at + k * THREADS;
             words[k] = Word();
             if (i >= size || (p.resets && p.resets[begin + i / width])) continue;
-            if (i < given) words[k] = p.rows[source * width + i];
+            if (i < earlier_size) words[k] = p.rows[source * width + i];
             else if (p.first) words[k] = p.first[i];
         }
 #pragma unroll

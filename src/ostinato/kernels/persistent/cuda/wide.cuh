@@ -11,8 +11,8 @@
 // idle.  The last bit of a sum tells whether its step is odd, so a new sum differs from the one that it overwrites.
 //
 // A flag for each block and group counts how often the block's updating warps have published.  States have two buffers,
-// sums only one.  A block publishes only after it has read its sums, for which its team had copied the whole state
-// before, and its team sends the next sums only after that.
+// sums only one.  That suffices: a block publishes only after it has read its sums, for which its team has copied all
+// of the last state, and its team sends the next sums only after the block has published.
 //
 // Operands of wgmma consist of matrices of 8 rows by 16 bytes, one after the other.  The states of a block's units,
 // COLUMNS * 32 adjacent bytes, have this layout in global memory, too: a copy needs no tensor map, and no address is
@@ -142,7 +142,7 @@ __device__ inline bool updates() { return threadIdx.x / OWNERS == THREADS / OWNE
 // Registers of a thread that copies, and of one that updates: what those that multiply leave of all 65,536.
 constexpr int COPYING = 32, UPDATING = 512 - 2 * REGISTERS - COPYING;
 
-template <int COUNT> __device__ inline void take_registers() {
+template <int COUNT> __device__ inline void set_registers() {
     if constexpr (COUNT > 128) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
     else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
 }

@@ -81,7 +81,7 @@ __device__ inline float tagged(float sum, unsigned count) {
 // sums, of two units of two sequences.
 template <typename Send>
 __device__ inline void multiply_all(const Parameters& p, const Place& place, char* shared, Send send) {
-    take_registers<REGISTERS>();
+    set_registers<REGISTERS>();
     Product product(p, place, shared);
     for (int count = 1; count <= p.steps; ++count) {
 #pragma unroll 1
@@ -99,7 +99,7 @@ __device__ inline void multiply_all(const Parameters& p, const Place& place, cha
 
 // Waits for the `count`th sums of a round, which are TERM float4 apart; NaN if the wait times out.  At first each lane
 // polls a single word, as polls of all would delay other accesses.
-__device__ inline void take(float4 (&sums)[TERMS], const float4* mine, unsigned count, char* shared,
+__device__ inline void receive(float4 (&sums)[TERMS], const float4* mine, unsigned count, char* shared,
                             Timeout& timeout) {
     const auto load = [](float4& x, const float4* from) {
         if (BACKWARD)
@@ -141,7 +141,7 @@ __device__ inline void announce(const Parameters& p, const Place& place, int tur
 
 // Updates, publishes and writes units, in all steps.
 template <typename Units> __device__ inline void update_all(const Parameters& p, const Place& place, char* shared) {
-    take_registers<UPDATING>();
+    set_registers<UPDATING>();
     Timeout timeout(p.failure);
     Units units(p, place, shared);
     units.fetch(0, 0);
