@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -244,8 +245,11 @@ def test_capture_warns_of_nothing_and_frees_its_memory(recwarn):
     assert not recwarn.list
 
 
-def test_a_trainer_goes_with_its_last_reference():
-    trainer = make(torch.zeros(900).long(), 1)
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_trainer_goes_with_its_last_reference(graph, monkeypatch):
+    monkeypatch.setattr(Trainer, "can_capture", lambda *_: True)
+    monkeypatch.setattr("ostinato.training.trainer.captured", lambda differentiate, *_: partial(differentiate))
+    trainer = make(torch.zeros(900).long(), 1, machine={"graph": graph})
     trainer.advance(2)
     gone = weakref.ref(trainer)
     gc.disable()

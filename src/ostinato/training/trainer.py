@@ -180,9 +180,9 @@ class Trainer:
                 group["lr"] = self.learning_rate
             self.optimizer.zero_grad()
             batches = self._draw()
+            differentiate = self._replayed or self._differentiated()
             if self._graph and self._replayed is None:
-                self._replayed = captured(self._differentiate, self._parameters(), *batches[0])
-            differentiate = self._replayed or self._differentiate
+                differentiate = self._replayed = captured(differentiate, self._parameters(), *batches[0])
             for index, batch in enumerate(batches):
                 with reducing(self._replica, index == len(batches) - 1):
                     self._loss_sum += differentiate(*batch)
@@ -316,12 +316,21 @@ class Trainer:
         # Primes, so that seeds, steps and ranks seldom add up to the same.
         torch.manual_seed((self.settings.seed * 1_000_003 + self.step * 8191 + self._rank) % (1 << 63))
 
-    def _differentiate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """This micro-batch's share of the loss, whose gradients are added to the parameters'."""
-        with self._autocast():
-            loss = self._loss_of(self._replica, inputs, targets) * (inputs.numel() / self.tokens_per_step)
-        (loss * self._processes).backward()  # the all-reduce takes the mean over the processes
-        return loss.detach()
+    def _differentiated(self) -> Differentiated:
+        """A function of a micro-batch: its share of the loss, whose gradients are added to the parameters'.
+
+        A captured graph keeps it, so it must not refer to the trainer, which keeps the graph.
+        """
+        loss_of, replica, tokens, processes = self._loss_of, self._replica, self.tokens_per_step, self._processes
+        autocast = self._autocast()
+
+        def differentiate(inputs: Tensor, targets: Tensor) -> Tensor:
+            with autocast:
+                loss = loss_of(replica, inputs, targets) * (inputs.numel() / tokens)
+            (loss * processes).backward()  # the all-reduce takes the mean over the processes
+            return loss.detach()
+
+        return differentiate
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")

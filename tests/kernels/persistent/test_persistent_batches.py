@@ -94,7 +94,14 @@ def test_adjacent_units_of_tensors_that_are_not_aligned():
 def test_adjacent_units_where_every_thread_has_pairs_of_them():
     whole = Geometry("dense", CELLS["gru"], 1024, bf16, 32, 16, 4)
     assert whole.adjacent == 2
-    others = {"hidden_size": 1023, "units": 31, "columns": 8, "dtype": f32, "cell": "rnn_tanh", "distributed": True}
+    others = {
+        "hidden_size": 1023,
+        "units": 31,
+        "columns": 8,
+        "dtype": f32,
+        "cell": CELLS["rnn_tanh"],
+        "distributed": True,
+    }
     assert all(whole._replace(**{name: x}).adjacent == 1 for name, x in others.items())
 
 
