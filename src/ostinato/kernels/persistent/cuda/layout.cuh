@@ -9,6 +9,9 @@
 //
 // With SHARES_WORK, for blocks of few units within clusters, some warps only update units, and others do the rest of
 // the elementwise work; see gather.cu and scatter.cu.
+//
+// These names, as others that no CUDA file defines, are preprocessor definitions: see source.py, and for their meaning
+// heuristics/geometry.py.
 
 // Per hidden unit: rows of the recurrent matrix, which in a user's cell need not be gates; numbers in `pre` at a step.
 constexpr int GATES = Cell::PRODUCTS, INPUTS = Cell::INPUTS;
