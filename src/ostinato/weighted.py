@@ -28,19 +28,21 @@ def run_all_steps(
     order: Order,
     backend: str,
 ) -> Sequence[Tensor]:
-    """The states over time, (B, T, D), and the last ones, (B, D), of a valid call.
+    """The states over time, (B, T, D) each, and the last states, (B, D) each, of a call that has been checked.
 
     Args:
-        trace: the recurrence, for these kinds of arguments.
-        weight_hh: (G*D, D), multiplied with the first state before each step and added to the first G arguments.
-        dtype: that of the results.
+        trace: the trace of the function for these kinds of arguments.
+        weight_hh: (G*D, D), whose products with the previous h are added to the first G arguments.
+        dtype: the dtype of the results.
         arguments: sequences, (B, T, D), of that dtype, and parameters, (D,).
-        initial: the states before the first step, if any are given.
+        initial: the initial states, if any are given.
+        order: how the steps follow one another.
+        backend: see ``choose_backend``.
     """
     sequences, parameters = by_kind([x.dim() == 3 for x in arguments], arguments)
     x, *inputs = *sequences, *parameters, *initial
     counts = len(sequences), len(parameters)
-    # Whose samples do not tell what is differentiated around it.
+    # Inside vmap, a tensor does not tell whether a gradient is taken around it.
     training = torch.is_grad_enabled() and (is_vmapped() or any(y.requires_grad for y in (weight_hh, x, *inputs)))
     run = functools.partial(_launch, trace, dtype, *counts, order._replace(resets=None), backend, training)
     if (repeated := _repeated_calls(run, weight_hh, x, inputs, order)) is not None:
@@ -63,29 +65,29 @@ def _launch(
     weights: Sequence[Tensor],
     resets: Tensor | None,
 ) -> list[Tensor]:
-    """As :func:`run_all_steps`; `x` and `inputs` are so many sequences and parameters, and the initial states."""
-    given = [x, *inputs]
-    # Joined as the kernels take them, time-major.
-    joined = torch.cat([y.transpose(0, 1) for y in given[:sequences]], -1).transpose(0, 1)
-    per_channel = given[sequences : sequences + parameters]
-    together = torch.cat(per_channel) if per_channel else joined.new_empty(0)
-    h0, c0, *_ = *(y.to(dtype) for y in given[sequences + parameters :]), None, None
+    """Call the operator; `x` and `inputs` are the sequences, the parameters and the initial states, in this order."""
+    tensors = [x, *inputs]
+    # Concatenated in the layout of the kernels, time-major.
+    joined = torch.cat([y.transpose(0, 1) for y in tensors[:sequences]], -1).transpose(0, 1)
+    per_channel = tensors[sequences : sequences + parameters]
+    joined_parameters = torch.cat(per_channel) if per_channel else joined.new_empty(0)
+    h0, c0, *_ = *(y.to(dtype) for y in tensors[sequences + parameters :]), None, None
     options = *order._replace(resets=resets), backend, training
-    return weighted_recurrence(trace, weights[0].to(dtype), joined, together, h0, c0, *options)[:-1]
+    return weighted_recurrence(trace, weights[0].to(dtype), joined, joined_parameters, h0, c0, *options)[:-1]
 
 
 def _repeated_calls(
     run: functools.partial, weight_hh: Tensor, x: Tensor, inputs: list[Tensor], order: Order
 ) -> RepeatedCalls | None:
-    """Those of the same sizes, if they gain by CUDA graphs."""
+    """The calls of the same sizes and settings as this one; None if CUDA graphs cannot replay them, or gain nothing."""
     batch, length, _ = x.shape
     if torch.compiler.is_compiling() or length > MOST_STEPS or not worth_capturing([weight_hh], batch * length):
         return None
-    if order.cu_seqlens is not None or is_captured(x.device):  # lengths are in no key
+    if order.cu_seqlens is not None or is_captured(x.device):  # the key does not include the sequences' lengths
         return None
-    like = [x, weight_hh, *inputs] if order.resets is None else [x, weight_hh, *inputs, order.resets]
-    how = *run.args, order.resets is None, layers_allow_tf32(x.device, x.dtype), *product_switches()
-    if (found := _CALLS.find(like, *how)) is None:
-        _CALLS.add(lambda: RepeatedCalls(run, draws=False), like, *how)
-        found = _CALLS.find(like, *how)
-    return found
+    tensors = [x, weight_hh, *inputs] if order.resets is None else [x, weight_hh, *inputs, order.resets]
+    settings = *run.args, order.resets is None, layers_allow_tf32(x.device, x.dtype), *product_switches()
+    if (calls := _CALLS.find(tensors, *settings)) is None:
+        _CALLS.add(lambda: RepeatedCalls(run, draws=False), tensors, *settings)
+        calls = _CALLS.find(tensors, *settings)
+    return calls

@@ -4,8 +4,7 @@
 // At every step, Units computes the gradients of the block's own gates and publishes them; Product multiplies the
 // transposed recurrent matrix with the gate gradients of all units, which gives the gradients of the previous states.
 // The pre-activations are those that the forward pass has saved, rounded to the layer's dtype; an RNN needs only its
-// states, and those of a user's cell are computed again from its states before the launch.  Gradients of states stay in
-// float32.
+// states.  Gradients of states stay in float32.
 //
 // A step's other operands are loaded two steps ahead, and turned into derivatives one step ahead, while the blocks wait
 // for each other.

@@ -6,7 +6,7 @@
 //
 // STATES       the number of states, one or two
 // PRODUCTS     rows of the recurrent matrix for each unit, whose products with h are `s`
-// INPUTS       numbers given at each step; the products are added to the first PRODUCTS of them
+// INPUTS       numbers given at each step, one for each product first
 // PARAMETERS   numbers that are the same at each step
 // KEPT         what the forward pass saves for the backward pass, beside the pre-activations; see below
 // DERIVATIVES  numbers that differentiate() computes for pull()
