@@ -379,6 +379,11 @@ def test_transforms(cell):
     second = torch.autograd.grad(sum((g * x.cos()).sum() for g, x in zip(grads, primals, strict=True)), leaves)
     assert_all_close(moved, second)
 
+    def loss_of_jvp(*given):
+        return torch.func.jvp(loss, given, tuple(map(torch.cos, primals)))[0]
+
+    assert_all_close(torch.func.grad(loss_of_jvp, everything)(*primals), want)
+
 
 def test_gradients_in_batches():
     weight, arguments, h0 = inputs("peephole", 2, 5)
@@ -404,6 +409,20 @@ def test_its_operators_are_as_pytorch_expects_them(packed):
     plain, kept = [x.detach() for x in joined], torch.randn(sequences.shape[:2].numel(), sequences.shape[2])
     tensors = [*map(torch.cos, states), *states[:2], kept]
     torch.library.opcheck(torch.ops.ostinato.weighted_recurrence_backward.default, (text, *plain, *order, tensors))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_call_that_was_not_of_training_has_gradients_too(packed):
+    options, batch, sequences = packed_or_not(packed)
+    weight, arguments, h0 = inputs("peephole", batch, 4, sequences=sequences)
+    joined = [torch.cat(arguments[:4], -1).detach(), torch.cat(arguments[4:]).detach()]
+    leaves, found = [weight, *(x.requires_grad_() for x in joined), *h0], []
+    order = options.get("cu_seqlens"), options.get("resets"), packed
+    for training in (True, False):
+        for run in (weighted_recurrence, torch.ops.ostinato.weighted_recurrence):
+            results = run(peephole.traced(arguments), *leaves, *order, "cpu", training)[:-1]
+            found.append([*results, *torch.autograd.grad(results, leaves, [y.detach().cos() for y in results])])
+    assert all(same_bits(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -499,6 +518,15 @@ def test_an_exported_layer_takes_any_number_of_steps_and_sequences(layer, where)
             results, weights = run(*given), list(run.parameters())
             found.append([*results, *torch.autograd.grad(sum(y.sum() for y in results), weights)])
         assert_all_close(*found)
+
+
+def test_a_program_exported_without_gradients_has_them(layer):
+    x, resets = sequences()
+    with torch.no_grad():
+        program = torch.export.export(layer.requires_grad_(False), (x, resets)).module()
+    x.requires_grad_()
+    found = [torch.autograd.grad(sum(y.cos().sum() for y in run(x, resets)), x) for run in (layer, program)]
+    assert same_bits(*found)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from ostinato.kernels.scan.operators import check_cu_seqlens
 # recurrence is the text of a trace.  Its arguments are N concatenated sequences, (B, T, N*D), and P concatenated
 # parameters, (P*D,), whose dtype may differ.  The products of weight_hh, (G*D, D), with the first state before a step
 # are added to the first G sequences.  The other arguments are those of nonlinear_recurrence.  In training, kernels keep
-# the sequences with the products added, (rows, N*D), in the order of Rows.
+# the sequences with the products added, (rows, N*D), in the order of Rows; else a backward pass computes them again.
 
 
 def _forward(
@@ -174,9 +174,12 @@ def _backward_impl(
     tf32 = layers_allow_tf32(sequences.device, sequences.dtype)
     row_grads = [rows.of(g) if g.numel() else None for g in grads]
     row_grads_last: list[Tensor | None] = [rows.of_states(g) if g.numel() else None for g in grads_last]
-    executor = _executor_of(layer, sequences, True, True)
+    kept, executor = tensors[-1], _executor_of(layer, sequences, True, True)
+    if kept.numel() == 0:  # nothing told the call of its backward, as in an exported program, or inside torch.func.jvp
+        args = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend
+        *_, kept = _forward(*args, True)
     with without_autocast(sequences.device.type):
-        grad_rows, grad_parameters, grads_h0 = executor.backward(layer, tensors[-1], before, row_grads, row_grads_last)
+        grad_rows, grad_parameters, grads_h0 = executor.backward(layer, kept, before, row_grads, row_grads_last)
         grad_weight = gradient_of_weight(grad_rows[:, : layer.with_products], before[0], tf32=tf32)
     grad_initial = [
         sequences.new_empty(0) if x is None else rows.states_back(g) for x, g in zip(initial, grads_h0, strict=True)
