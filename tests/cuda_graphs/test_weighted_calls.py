@@ -1,6 +1,7 @@
 """Recurrences with recurrent weights whose calls repeat: replayed, they give what launched ones do."""
 
 import gc
+import importlib
 import itertools
 
 import pytest
@@ -18,6 +19,7 @@ STEPS, BATCH, WIDTH = 5, 2, 4
 @pytest.fixture
 def simulated(monkeypatch):
     """On a CPU: a call that comes a second time is captured."""
+    importlib.import_module("torch._dynamo")  # a simulated capture would, and leave frames that keep its call
     simulate(monkeypatch, 100)
     monkeypatch.setattr(weighted, "worth_capturing", lambda weights, rows: type(weights[0]) is torch.nn.Parameter)
 
