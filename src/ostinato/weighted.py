@@ -81,7 +81,9 @@ def _repeated_calls(
 ) -> RepeatedCalls | None:
     """The calls of the same sizes and settings as this one; None if CUDA graphs cannot replay them, or gain nothing."""
     batch, length, _ = x.shape
-    if torch.compiler.is_compiling() or length > MOST_STEPS or not worth_capturing([weight_hh], batch * length):
+    if torch.compiler.is_compiling() or length > MOST_STEPS or x.numel() == 0:
+        return None
+    if not worth_capturing([weight_hh], batch * length):
         return None
     if order.cu_seqlens is not None or is_captured(x.device):  # the key does not include the sequences' lengths
         return None

@@ -108,6 +108,9 @@ def test_which_calls_are_launched(simulated, monkeypatch):
     long = [torch.randn(BATCH, 513, WIDTH) for _ in arguments]
     assert replays_of(call, "janet", weight, [x[:, :512].contiguous() for x in long], h0) == 3
     assert replays_of(call, "janet", weight, long, h0) == 0
+    for batch, length, width in ((0, STEPS, WIDTH), (BATCH, 0, WIDTH), (BATCH, STEPS, 0)):
+        empty, *rest = inputs("janet", batch, length, width)
+        assert replays_of(call, "janet", torch.nn.Parameter(empty.detach()), *rest) == 0
     monkeypatch.setattr(weighted, "product_switches", lambda: ("other",))
     assert replays_of(call, "janet", weight, arguments, h0) == 3  # counted anew
     monkeypatch.setattr(weighted, "is_captured", lambda device: True)
