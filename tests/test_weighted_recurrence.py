@@ -317,6 +317,17 @@ def test_a_weight_changed_before_backward_is_refused():
         results[0].sum().backward()
 
 
+def test_gradients_are_those_of_the_weight_of_the_call():
+    weight, arguments, h0 = inputs("janet")
+    leaves, found = [weight, *arguments, *h0], []
+    for changes in (False, True):
+        results = call("janet", weight, arguments, h0)
+        if changes:
+            weight.data = torch.randn_like(weight)
+        found.append(torch.autograd.grad(sum(y.cos().sum() for y in results), leaves))
+    assert same_bits(*found)
+
+
 def test_fewer_products_than_arguments():
     """Products are added to the first arguments alone, whatever follows."""
     weight, arguments, _ = inputs("peephole")

@@ -73,7 +73,8 @@ def _launch(
     joined_parameters = torch.cat(per_channel) if per_channel else joined.new_empty(0)
     h0, c0, *_ = *(y.to(dtype) for y in tensors[sequences + parameters :]), None, None
     options = *order._replace(resets=resets), backend, training
-    return weighted_recurrence(trace, weights[0].to(dtype), joined, joined_parameters, h0, c0, *options)[:-1]
+    weight = weights[0].to(dtype).view_as(weights[0])  # for the backward also if weight.data = ... changes
+    return weighted_recurrence(trace, weight, joined, joined_parameters, h0, c0, *options)[:-1]
 
 
 def _repeated_calls(
