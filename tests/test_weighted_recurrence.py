@@ -407,31 +407,32 @@ def test_gradients_in_batches():
         assert_all_close([g[n] for g in together], one)
 
 
+def of_operator(packed, dtype=torch.float64):
+    """The arguments of the operators: the trace, the tensors that are differentiated, and the order of the steps."""
+    options, batch, sequences = packed_or_not(packed)
+    weight, arguments, h0 = inputs("peephole", batch, 4, sequences=sequences, dtype=dtype)
+    joined = [torch.cat(arguments[:4], -1).detach(), torch.cat(arguments[4:]).detach()]
+    leaves = [weight, *(x.requires_grad_() for x in joined), *h0]
+    return peephole.traced(arguments), leaves, (options.get("cu_seqlens"), options.get("resets"), packed)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_its_operators_are_as_pytorch_expects_them(packed):
-    options, batch, sequences = packed_or_not(packed)
-    weight, arguments, h0 = inputs("peephole", batch, 4, sequences=sequences, dtype=torch.float32)
-    order = options.get("cu_seqlens"), options.get("resets"), packed, "auto"
-    text = peephole.traced(arguments)
-    sequences, parameters = torch.cat(arguments[:4], -1).detach(), torch.cat(arguments[4:]).detach()
-    joined = weight, sequences.requires_grad_(), parameters.requires_grad_(), *h0
-    torch.library.opcheck(torch.ops.ostinato.weighted_recurrence.default, (text, *joined, *order, True))
-    states = [x.detach() for x in call("peephole", weight, arguments, h0, **options)]
-    plain, kept = [x.detach() for x in joined], torch.randn(sequences.shape[:2].numel(), sequences.shape[2])
-    tensors = [*map(torch.cos, states), *states[:2], kept]
-    torch.library.opcheck(torch.ops.ostinato.weighted_recurrence_backward.default, (text, *plain, *order, tensors))
+    text, leaves, order = of_operator(packed, torch.float32)
+    given = text, *leaves, *order, "auto", True
+    torch.library.opcheck(torch.ops.ostinato.weighted_recurrence.default, given)
+    results, plain = [x.detach() for x in weighted_recurrence(*given)], [x.detach() for x in leaves]
+    tensors = [*map(torch.cos, results[:4]), *results[:2], results[4]]
+    backward = text, *plain, *order, "auto", tensors
+    torch.library.opcheck(torch.ops.ostinato.weighted_recurrence_backward.default, backward)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_call_that_was_not_of_training_has_gradients_too(packed):
-    options, batch, sequences = packed_or_not(packed)
-    weight, arguments, h0 = inputs("peephole", batch, 4, sequences=sequences)
-    joined = [torch.cat(arguments[:4], -1).detach(), torch.cat(arguments[4:]).detach()]
-    leaves, found = [weight, *(x.requires_grad_() for x in joined), *h0], []
-    order = options.get("cu_seqlens"), options.get("resets"), packed
+    (text, leaves, order), found = of_operator(packed), []
     for training in (True, False):
         for run in (weighted_recurrence, torch.ops.ostinato.weighted_recurrence):
-            results = run(peephole.traced(arguments), *leaves, *order, "cpu", training)[:-1]
+            results = run(text, *leaves, *order, "cpu", training)[:-1]
             found.append([*results, *torch.autograd.grad(results, leaves, [y.detach().cos() for y in results])])
     assert all(same_bits(one, found[0]) for one in found)
 
@@ -439,13 +440,9 @@ def test_a_call_that_was_not_of_training_has_gradients_too(packed):
 @pytest.mark.parametrize("packed", [False, True])
 def test_its_operators_need_no_kernels(packed):
     """As on a GPU without the extra "cuda"."""
-    options, batch, sequences = packed_or_not(packed)
-    weight, arguments, h0 = inputs("peephole", batch, 4, sequences=sequences)
-    joined = [torch.cat(arguments[:4], -1).detach(), torch.cat(arguments[4:]).detach()]
-    leaves, found = [weight, *(x.requires_grad_() for x in joined), *h0], []
-    order = options.get("cu_seqlens"), options.get("resets"), packed
+    (text, leaves, order), found = of_operator(packed), []
     for backend in ("cpu", "torch", "reference"):
-        given = peephole.traced(arguments), *leaves, *order, backend, True
+        given = text, *leaves, *order, backend, True
         results = weighted_recurrence(*given)
         registered = torch.ops.ostinato.weighted_recurrence(*given)
         assert same_bits(registered, results)

@@ -7,7 +7,8 @@ import subprocess
 import pytest
 import torch
 
-from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.persistent.cuda.heuristics import cells as heuristics
+from ostinato.kernels.persistent.cuda.source import cell_code
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 
@@ -75,7 +76,7 @@ def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cells")
 
     def load(cell):
-        text = DEFINITIONS + nvrtc.source("persistent/cuda/cell.cuh", f"persistent/cuda/cells/{cell}.cuh") + FUNCTIONS
+        text = DEFINITIONS + cell_code(heuristics.CELLS[cell]) + FUNCTIONS
         source, library = folder / f"{cell}.cpp", folder / f"{cell}.so"
         source.write_text(text)
         subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", source, "-o", library], check=True)
@@ -97,7 +98,10 @@ def test_cells_compute_their_equation_and_its_derivatives(cell, compiled):
     equation, states, gates, takes_x = CELLS[cell]
     library = compiled(cell)
     assert [*(ctypes.c_int * 4).in_dll(library, "constants")] == [states, gates, gates, 0]
+    record = heuristics.CELLS[cell]  # by which geometries are chosen
+    assert [record.states, record.products, record.inputs, record.parameters] == [states, gates, gates, 0]
     derivatives, gradients = (ctypes.c_int.in_dll(library, name).value for name in ("derivatives", "gradients"))
+    assert [record.derivatives, record.gradients] == [derivatives, gradients]
     torch.manual_seed(0)
     for scale in (0, 1, 1, 1, 1, 100):  # all zeros, and saturated, too
         leaves = [(scale * torch.randn(n, dtype=torch.float64)).requires_grad_() for n in (states, gates, gates)]

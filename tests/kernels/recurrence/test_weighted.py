@@ -83,7 +83,7 @@ PRINTED = {
 def test_printed_cells_compute_the_function_and_its_derivatives(name):
     function, kinds, states, products, kept = PRINTED[name]
     cell = print_cell(trace(function, kinds, states), products)
-    assert cell[1:-1] == (products, sum(kinds), kinds.count(False), states, states, kept, len(kinds))
+    assert cell[1:-2] == (products, sum(kinds), kinds.count(False), states, states, kept, len(kinds))
     constants = {k: int(v) for k, v in re.findall(r"([A-Z]+) = (\d+)", cell.code)}
     names = "PRODUCTS", "INPUTS", "PARAMETERS", "STATES", "DERIVATIVES"
     assert constants == {name: getattr(cell, name.lower()) for name in names}

@@ -6,15 +6,20 @@ import torch
 
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.cuda.nvrtc import Macros
+from ostinato.kernels.persistent.cuda.heuristics.cells import Cell
 from ostinato.kernels.persistent.cuda.heuristics.geometry import SCALARS, WARPS, Geometry
 
-_COMMON = "cuda/numeric.cuh", "cuda/barriers.cuh", "persistent/cuda/cell.cuh"
+_COMMON = "cuda/numeric.cuh", "cuda/barriers.cuh"
 
 
 def code(geometry: Geometry) -> str:
     """The source of a geometry's kernels: common headers, the cell, and their own files."""
-    cell = geometry.cell.code or nvrtc.source(*_paths(f"cells/{geometry.cell.name}.cuh"))
-    return nvrtc.source(*_COMMON) + cell + nvrtc.source(*_files(geometry))
+    return nvrtc.source(*_COMMON) + cell_code(geometry.cell) + nvrtc.source(*_files(geometry))
+
+
+def cell_code(cell: Cell) -> str:
+    """The source of a cell: its interface and its struct."""
+    return nvrtc.source(*_paths("cell.cuh", *(f"cells/{name}" for name in cell.files))) + cell.code
 
 
 def _files(geometry: Geometry) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.cuda.nvrtc import SCALARS, Macros, empty
+from ostinato.kernels.persistent.cuda.heuristics.cells import CELLS
+from ostinato.kernels.persistent.cuda.source import cell_code
 from ostinato.kernels.persistent.plan import GATES, KernelPath
 
 WARPS = 4  # in a block
@@ -114,10 +116,8 @@ def _groups(batch: int) -> int:
 @functools.cache
 def source(cell: str) -> str:
     """The CUDA C++ of ``step.cu``, with everything that it includes."""
-    folder = "persistent/cuda"
-    return nvrtc.source(
-        "cuda/numeric.cuh", "cuda/gemv.cuh", f"{folder}/cell.cuh", f"{folder}/cells/{cell}.cuh", f"{folder}/step.cu"
-    )
+    own = cell_code(CELLS[cell]) + nvrtc.source("persistent/cuda/step.cu")
+    return nvrtc.source("cuda/numeric.cuh", "cuda/gemv.cuh") + own
 
 
 def macros(dtype: torch.dtype, batch: int, inputs: int, hidden: int, low_bits: int = 0) -> Macros:

@@ -67,4 +67,4 @@ def print_cell(trace: Trace, products: int) -> Cell:
         pull="\n".join(pull),
     )
     gradients = sequences + parameters
-    return Cell("generated", products, sequences, parameters, states, states, len(kept), gradients, code)
+    return Cell("generated", products, sequences, parameters, states, states, len(kept), gradients, code=code)

@@ -1,4 +1,4 @@
-"""The sizes of a cell's arrays, on which it depends how many of its units fit; see ``cell.cuh``."""
+"""The cells: where their structs are, and the sizes by which geometries are chosen; see ``cell.cuh``."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ class Cell(NamedTuple):
     """The cell of a persistent kernel, as its struct ``Cell`` has it, for one hidden unit.
 
     Attributes:
-        name: for error messages; that of its file in ``cells/`` unless there is code.
+        name: a key of ``CELLS``, or "generated".
         products: rows of the recurrent matrix.
         inputs: numbers that are given at each step.
         parameters: numbers that are the same at each step.
@@ -15,7 +15,8 @@ class Cell(NamedTuple):
         outputs: states that the layer returns for each step.
         derivatives: numbers of a step that are kept until the gradients of its states arrive.
         gradients: numbers that the backward computes at each step.
-        code: the struct, if it is generated.
+        files: of the struct, in ``cells/``.
+        code: or the struct itself, if it is printed from a user's recurrence.
     """
 
     name: str
@@ -26,11 +27,12 @@ class Cell(NamedTuple):
     outputs: int
     derivatives: int
     gradients: int
+    files: tuple[str, ...] = ()
     code: str = ""
 
     @property
     def is_generated(self) -> bool:
-        """Whether the struct is printed from a user's recurrence."""
+        """Whether the struct is printed."""
         return bool(self.code)
 
     def exchanged(self, backward: bool) -> int:
@@ -53,9 +55,12 @@ class Cell(NamedTuple):
         return max(0, kept - 6 * self.products)
 
 
+_RNN = Cell("rnn", products=1, inputs=1, parameters=0, states=1, outputs=1, derivatives=1, gradients=1)
+_GRU = Cell("gru", products=3, inputs=3, parameters=0, states=1, outputs=1, derivatives=5, gradients=4)
+_LSTM = Cell("lstm", products=4, inputs=4, parameters=0, states=2, outputs=1, derivatives=6, gradients=4)
 CELLS = {
-    "rnn_tanh": Cell("rnn_tanh", products=1, inputs=1, parameters=0, states=1, outputs=1, derivatives=1, gradients=1),
-    "rnn_relu": Cell("rnn_relu", products=1, inputs=1, parameters=0, states=1, outputs=1, derivatives=1, gradients=1),
-    "gru": Cell("gru", products=3, inputs=3, parameters=0, states=1, outputs=1, derivatives=5, gradients=4),
-    "lstm": Cell("lstm", products=4, inputs=4, parameters=0, states=2, outputs=1, derivatives=6, gradients=4),
+    "rnn_tanh": _RNN._replace(name="rnn_tanh", files=("rnn_tanh.cuh", "rnn.cuh")),
+    "rnn_relu": _RNN._replace(name="rnn_relu", files=("rnn_relu.cuh", "rnn.cuh")),
+    "gru": _GRU._replace(files=("gru.cuh",)),
+    "lstm": _LSTM._replace(files=("lstm.cuh",)),
 }
