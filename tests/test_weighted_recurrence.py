@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 import pickle
 
@@ -110,6 +111,53 @@ def test_equals_a_loop_over_steps(cell, layout, backend):
 def test_equals_a_loop_in_every_dtype(cell, layout, dtype):
     for backend in BACKENDS:
         assert_equals_the_loop(cell, dtype, backend, layout)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["plain", "packed, reverse with resets"])
+@pytest.mark.parametrize(("cell", "heads"), [("four states", 1), ("four states", 3), ("gru", 2), ("peephole", 6)])
+def test_heads_equal_a_block_diagonal_matrix(cell, heads, layout, backend):
+    resetting, reverse, bounds, _ = LAYOUTS[layout]
+    torch.manual_seed(0)
+    batch, sequences = (2, None) if bounds is None else (1, len(bounds) - 1)
+    weight, arguments, h0 = weighted_cells.inputs(cell, batch, STEPS, 6, sequences, heads=heads)
+    weight = weight.detach().view(heads, -1, 6 // heads).requires_grad_()
+    options = {"resets": torch.rand(STEPS, batch).t() < 0.3 if resetting else None, "reverse": reverse}
+    options |= {"backend": backend, "cu_seqlens": None if bounds is None else torch.tensor(bounds, dtype=torch.int32)}
+    leaves, found = [weight, *arguments, *h0], []
+    for matrix in (weight, weighted_cells.dense(weight, CELLS[cell][3])):
+        results = call(cell, matrix, arguments, h0, **options)
+        found.append([*results, *torch.autograd.grad(results, leaves, [y.detach().cos() for y in results])])
+    assert_all_close(*found)
+
+
+def test_heads_in_every_transform():
+    torch.manual_seed(0)
+    weight, arguments, h0 = weighted_cells.inputs("four states", 2, 5, 6, heads=2)
+    leaves = [weight, *arguments, *h0]
+
+    def results_of(*tensors, backend="auto"):
+        return call("four states", tensors[0], tensors[1:5], tensors[5:], backend=backend)
+
+    def loss(*tensors, backend="auto"):
+        return sum(y.cos().sum() for y in results_of(*tensors, backend=backend))
+
+    torch.autograd.gradcheck(results_of, leaves)
+    everything = tuple(range(len(leaves)))
+    want = torch.func.grad(functools.partial(loss, backend="torch"), everything)(*leaves)
+    assert_all_close(torch.func.grad(loss, everything)(*leaves), want)
+    tangents = tuple(map(torch.cos, leaves))
+    moved = torch.func.jvp(loss, tuple(leaves), tangents)[1]
+    assert_all_close([moved], [sum((g * d).sum() for g, d in zip(want, tangents, strict=True))])
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert_all_close(torch.autograd.grad(compiled(*leaves), leaves), want)
+    batched = torch.vmap(lambda w: loss(w, *leaves[1:]))(torch.stack([weight, 2 * weight]))
+    assert_all_close([batched[1]], [loss(2 * weight, *leaves[1:])])
+    joined = [torch.cat(x, -1).detach().float().requires_grad_() for x in (arguments, h0)]
+    text = CELLS["four states"][0].traced(arguments)
+    leaves = weight.detach().float().requires_grad_(), joined[0], joined[0].new_empty(0), joined[1]
+    given = text, *leaves, None, None, False, "auto", True
+    torch.library.opcheck(torch.ops.ostinato.weighted_recurrence.default, given)
 
 
 @pytest.mark.parametrize(
@@ -411,8 +459,8 @@ def of_operator(packed, dtype=torch.float64):
     """The arguments of the operators: the trace, the tensors that are differentiated, and the order of the steps."""
     options, batch, sequences = packed_or_not(packed)
     weight, arguments, h0 = inputs("peephole", batch, 4, sequences=sequences, dtype=dtype)
-    joined = [torch.cat(arguments[:4], -1).detach(), torch.cat(arguments[4:]).detach()]
-    leaves = [weight, *(x.requires_grad_() for x in joined), *h0]
+    joined = [torch.cat(arguments[:4], -1), torch.cat(arguments[4:]), torch.cat(h0, -1)]
+    leaves = [weight, *(x.detach().requires_grad_() for x in joined)]
     return peephole.traced(arguments), leaves, (options.get("cu_seqlens"), options.get("resets"), packed)
 
 
@@ -673,7 +721,7 @@ def test_any_shapes(data):
 
 
 X, C, W = torch.randn(2, 5, 3), torch.randn(3), torch.randn(6, 3)
-SHAPE = r"weight_hh must have shape \(G \* 3, 3\), for the first G of 2 arguments; got "
+SHAPE = r"weight_hh must have shape \(G \* 3, 3\), or .* of N heads, for the first G of 2 arguments; got "
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Cells for recurrences with recurrent weights, each with an independently written step, their inputs and calls."""
 
 import torch
+from torch.nn import functional as F
 
 import ostinato
 
@@ -49,6 +50,16 @@ def spiking(state, x):  # leaky integrate and fire; the weights multiply the spi
     return Spike.apply(potential - 1), potential
 
 
+@ostinato.recurrence(states=4)
+def four_states(state, i, f, z, o):  # like the sLSTM of Beck et al. (2024), but smooth for any state
+    _, c, n, m = state
+    kept = F.logsigmoid(f) + m
+    m = torch.logaddexp(kept, i)
+    i, f = torch.exp(i - m), torch.exp(kept - m)
+    c, n = f * c + i * torch.tanh(z), f * n + i
+    return torch.sigmoid(o) * c / torch.sqrt(1 + n * n), c, n, m
+
+
 # The same cells once more, with the state as a tuple and without PyTorch's sigmoid.
 def logistic(x):
     return 1 / (1 + torch.exp(-x))
@@ -79,6 +90,13 @@ def spiking_step(state, x):
     return (potential > 1).to(x.dtype) + smooth - smooth.detach(), potential
 
 
+def four_states_step(state, i, f, z, o):
+    _, c, n, m = state
+    old, new = torch.exp(m) * logistic(f), torch.exp(i)
+    c, n = (old * c + new * (2 * logistic(2 * z) - 1)) / (old + new), (old * n + new) / (old + new)
+    return logistic(o) * c * (1 + n**2) ** -0.5, c, n, torch.log(old + new)
+
+
 # The recurrence, its step, which of its arguments are sequences, and how many of them have products added.
 CELLS = {
     "peephole": (peephole, peephole_step, (True,) * 4 + (False,) * 3, 4),
@@ -86,13 +104,16 @@ CELLS = {
     "janet": (janet, janet_step, (True, True), 2),
     "elman": (elman, elman_step, (True,), 1),
     "spiking": (spiking, spiking_step, (True,), 1),
+    "four states": (four_states, four_states_step, (True,) * 4, 4),
 }
 
 
-def inputs(cell, batch, length, width, sequences=None, dtype=torch.float64, device="cpu"):
-    """Draw the weight, the arguments, and the initial states."""
+def inputs(cell, batch, length, width, sequences=None, dtype=torch.float64, device="cpu", heads=1):
+    """Draw the weight, the arguments, and the initial states; with several heads, the weight is that of each."""
     function, _, kinds, products = CELLS[cell]
-    weight = torch.randn(products * width, width) / width**0.5
+    columns = width // heads
+    weight = torch.randn(heads, products * columns, columns) / columns**0.5
+    weight = weight[0] if heads == 1 else weight
     arguments = [torch.randn(batch, length, width) if kind else torch.randn(width) for kind in kinds]
     h0 = [torch.randn(batch if sequences is None else sequences, width) for _ in range(function.states)]
     weight, *others = (x.to(device, dtype).requires_grad_() for x in (weight, *arguments, *h0))
@@ -102,6 +123,12 @@ def inputs(cell, batch, length, width, sequences=None, dtype=torch.float64, devi
 def call(cell, weight, arguments, h0, **options):
     """Return the states and the final states in one tuple; initial states are zero if ``h0`` is empty."""
     function = CELLS[cell][0]
-    initial = None if not h0 else tuple(h0) if function.states == 2 else h0[0]
+    initial = None if not h0 else tuple(h0) if function.states > 1 else h0[0]
     results = function(*arguments, weight_hh=weight, h0=initial, **options)
-    return (*results[0], *results[1]) if function.states == 2 else results
+    return (*results[0], *results[1]) if function.states > 1 else results
+
+
+def dense(weight, products):
+    """The matrix, (products * D, D), with each head's weights on its diagonal."""
+    gates = weight.unflatten(1, (products, -1)).unbind(1)
+    return torch.cat([torch.block_diag(*gate) for gate in gates])

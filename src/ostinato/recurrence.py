@@ -5,19 +5,20 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from ostinato.checks import FLOAT_DTYPES, check_floating, describe
+from ostinato.checks import FLOAT_DTYPES, check_floating, check_integers, describe
 from ostinato.kernels.operators import export
 from ostinato.kernels.operators.eager import is_eager
+from ostinato.kernels.recurrence.arguments import concatenated_states
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence, step_of
 from ostinato.kernels.recurrence.nonlinear.sequential import sequential
-from ostinato.kernels.recurrence.symbolic.tracer import call_function, trace
+from ostinato.kernels.recurrence.symbolic.tracer import call_function, expected_results, trace
 from ostinato.kernels.recurrence.weighted.definition import with_products
 from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.operators import check_cu_seqlens
@@ -27,10 +28,15 @@ from ostinato.weighted import run_all_steps
 
 # The number of states, by the name of the first parameter; none, a linear recurrence, for any other name.
 STATES = {"h": 1, "state": 2}
+MOST_STATES = 8
 OPTIONS = ("weight_hh", "h0", "resets", "reverse", "cu_seqlens", "backend")
 
 
-def recurrence(function: Callable) -> "Recurrence":
+@overload
+def recurrence(function: Callable) -> "Recurrence": ...
+@overload
+def recurrence(*, states: int) -> "Callable[[Callable], Recurrence]": ...
+def recurrence(function: Callable | None = None, *, states: int | None = None) -> Any:
     r"""Decorator: make a recurrence over time from the elementwise function of one step.
 
     .. math:: h_t = a(x_t) \, h_{t-1} + b(x_t) \qquad \text{or} \qquad h_t = f(h_{t-1}, x_t)
@@ -39,7 +45,8 @@ def recurrence(function: Callable) -> "Recurrence":
     The function is written in elementwise PyTorch operations.  The name of its first parameter selects the kind:
 
     - ``h``: the previous state; the function returns the next state.
-    - ``state``: two previous states, ``h, c = state``; the function returns the next two, ``h, c``.
+    - ``state``: two previous states, ``h, c = state``; the function returns the next two, ``h, c``.  With
+      ``@recurrence(states=n)``, n of them, 2 to 8.
     - any other: the function takes no state, and returns the coefficients ``a, b`` of the linear recurrence.
 
     A linear recurrence is an associative scan, see :func:`ostinato.linear_scan`; others run sequentially.  On CPUs and
@@ -57,25 +64,29 @@ def recurrence(function: Callable) -> "Recurrence":
             D), or (D,) if it is the same for every sequence and step.  The function must not depend on their shapes or
             dtypes, nor branch on their values, nor change them in place.  Kernels are generated at its first call, so
             numbers that it reads from outside keep the values that they have then.
+        states: the number of states, for a function of ``state``.
 
     Inputs: the ``arguments``, by position or by name, of the dtypes of :func:`ostinato.linear_scan`, complex ones only
     if the recurrence is linear.  Those of shape (B, T, D) are promoted to one dtype, which is also that of the results.
     float16 and bfloat16 are computed in float32.
     ``weight_hh``, (G * D, D), for recurrences with a state: its products with ``h`` before the step are added to the
     first G arguments, those of its first D rows to the first argument, and so on.  It is rounded to the results' dtype.
-    ``h0``, the initial state, (B, D), a pair of them for two states, zero if absent.
+    Of N heads that only see their own part of the state, it is (N, G * D / N, D / N), the matrix of each.
+    ``h0``, the initial state, (B, D), a tuple of them for several states, zero if absent.
     ``resets``, bool, (B, T): where True, the state is zero before that step, in scan order.
     ``reverse``, ``cu_seqlens`` and ``backend`` as in :func:`ostinato.linear_scan`.
 
     Outputs: ``h``, (B, T, D), the state after every step, and ``h_last``, (B, D), or (N, D) with ``cu_seqlens``, that
-    after the last step in scan order; each a pair for two states.
+    after the last step in scan order; each a tuple for several states.
 
     Raises:
         TypeError: a function with ``self``, with parameters that are not positional, or that have a default or an
-            option's name; in a call, missing or unknown arguments, one of a wrong type or dtype, a wrong return type of
-            the function, a function that takes its two states for another number, or ``weight_hh`` without a state.
-        ValueError: shapes, devices or boundaries that do not match, a function that is not elementwise or has an
-            operation that no kernel can be generated for, with its line, or an unknown backend.
+            option's name, or ``states`` for one whose first parameter is not ``state``; in a call, missing or unknown
+            arguments, one of a wrong type or dtype, a wrong return type of the function, a function that takes its
+            states for another number, or ``weight_hh`` without a state.
+        ValueError: ``states`` below 2 or above 8, shapes, devices or boundaries that do not match, a function that is
+            not elementwise or has an operation that no kernel can be generated for, with its line, or an unknown
+            backend.
         RuntimeError: the requested backend cannot run here; a CUDA graph captures a call with ``weight_hh`` and with
             ``cu_seqlens`` that no earlier call had; ``torch.compile`` traces the creation of the recurrence, or a call
             with ``cu_seqlens`` and ``backend="torch"``.
@@ -105,7 +116,9 @@ def recurrence(function: Callable) -> "Recurrence":
     """
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError("torch.compile cannot trace how a recurrence is made: make it before, as in __init__")
-    return Recurrence(function)
+    if function is None:
+        return functools.partial(Recurrence, states=states)
+    return Recurrence(function, states)
 
 
 class Recurrence:
@@ -113,7 +126,7 @@ class Recurrence:
 
     __qualname__: str
 
-    def __init__(self, function: Callable) -> None:
+    def __init__(self, function: Callable, states: int | None = None) -> None:
         if not callable(function):
             raise TypeError(f"recurrence takes a function; got {describe(function)}")
         functools.update_wrapper(self, function, updated=())  # its attributes could hide methods of this class
@@ -137,6 +150,13 @@ class Recurrence:
         names = tuple(parameters)
         self.function = function
         self.states = STATES.get(names[0], 0) if names else 0
+        if states is not None:
+            check_integers(2, states=states)
+            if states > MOST_STATES:
+                raise ValueError(f"states must be at most {MOST_STATES}; got {states}")
+            if self.states != 2:
+                raise TypeError(f"the first parameter of {self} must be named state, as it has {states} states")
+            self.states = states
         self.names = names[1:] if self.states else names
         self.__signature__ = self._signature(parameters)
         self.traces: dict[tuple[bool, ...], str] = {}
@@ -158,7 +178,8 @@ class Recurrence:
     def __reduce__(self) -> str | tuple:
         if isinstance(self.function, types.FunctionType):
             return self.__qualname__  # pickled by name, which refers to this object, not to the function
-        return recurrence, (self.function,)  # a method's or partial's own object is copied with what refers to it
+        # A method's or partial's own object is copied with what refers to it.
+        return Recurrence, (self.function, self.states if self.states > 1 else None)
 
     def __call__(
         self,
@@ -187,7 +208,7 @@ class Recurrence:
             traced = self.traced(arguments)
             if weight_hh is not None:
                 given = traced, weight_hh, dtype, arguments, [*initial.values()], order, backend
-                return self._paired(run_all_steps(*given))
+                return self._grouped(run_all_steps(*given))
             return self._by_kernels(traced, dtype, initial, (*order, backend), arguments)
         return self._by_torch(arguments, first, dtype, initial, order, backend, weight_hh)
 
@@ -299,7 +320,7 @@ class Recurrence:
             return self._results(self.states, self._call(state, of_step), tuple(state[0].shape))
 
         results = [x.to(dtype) for x in sequential(step, start, arguments, order)]
-        return (tuple(results[:2]), tuple(results[2:])) if self.states == 2 else (results[0], results[1])
+        return self._grouped(results)
 
     def _call(self, states: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
         """Call the function, which must not change its inputs in place: they are results, or belong to the caller."""
@@ -340,8 +361,7 @@ class Recurrence:
         if weight_hh is not None:
             arguments = with_products(arguments, states[0], weight_hh)
         after = self.step(arguments, states)
-        rows, last = tuple(x.unsqueeze(1) for x in after), tuple(x.clone() for x in after)
-        return (rows, last) if self.states == 2 else (rows[0], last[0])
+        return self._grouped([*(x.unsqueeze(1) for x in after), *(x.clone() for x in after)])
 
     def _by_kernels(
         self, traced: str, dtype: torch.dtype, initial: dict[str, Tensor], options: tuple, arguments: tuple[Tensor, ...]
@@ -351,17 +371,18 @@ class Recurrence:
             start = next((x.to(dtype) for x in initial.values()), None)
             return linear_recurrence(traced, start, *options, *arguments)
         wide = torch.promote_types(dtype, torch.float32)
-        h0, c0, *_ = *(x.to(wide) for x in initial.values()), None, None
-        return self._paired(nonlinear_recurrence(traced, h0, c0, *options, *arguments))
+        h0 = concatenated_states([x.to(wide) for x in initial.values()]) if initial else None
+        return self._grouped(nonlinear_recurrence(traced, h0, *options, *arguments))
 
-    def _paired(self, results: Sequence[Tensor]) -> tuple[Any, Any]:
-        """An operator's results as the states over time and the last states, pairs if there are two states."""
-        states, last = tuple(results[: self.states]), tuple(results[self.states :])
-        return (states, last) if self.states == 2 else (states[0], last[0])
+    def _grouped(self, results: Sequence[Tensor]) -> tuple[Any, Any]:
+        """An operator's results as the states over time and the last states, tuples if there are several states."""
+        count = len(results) // 2
+        states, last = tuple(results[:count]), tuple(results[count:])
+        return (states, last) if count > 1 else (states[0], last[0])
 
     def _results(self, count: int, results: Any, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
         """The function's results, validated and expanded to the shape."""
-        expected = ("the next state", "the next two states")[count - 1] if self.states else "the coefficients a and b"
+        expected = expected_results(self.states)
         results = (results,) if count == 1 else results
         if not isinstance(results, tuple | list) or len(results) != count:
             came = f"{len(results)} values" if isinstance(results, tuple | list) else describe(results)
@@ -416,9 +437,11 @@ class Recurrence:
         check_floating("weight_hh", weight_hh)
         like = arguments[first]
         width = like.shape[2]
-        products = max(1, weight_hh.shape[0] // max(width, 1)) if weight_hh.dim() == 2 else 0
-        if weight_hh.shape != (products * width, width) or products > len(arguments):
-            shape = f"(G * {width}, {width}), for the first G of {len(arguments)} arguments"
+        heads, rows, columns = (1, 0, 0) if weight_hh.dim() not in (2, 3) else (1, *weight_hh.shape)[-3:]
+        products = max(1, rows // max(columns, 1))
+        if heads * columns != width or rows != products * columns or not heads or products > len(arguments):
+            shape = f"(G * {width}, {width}), or (N, G * {width} / N, {width} / N) of N heads"
+            shape = f"{shape}, for the first G of {len(arguments)} arguments"
             raise ValueError(f"weight_hh must have shape {shape}; got {tuple(weight_hh.shape)}")
         if weight_hh.device != like.device:
             raise ValueError(
@@ -430,9 +453,10 @@ class Recurrence:
         """The initial states, by their names in error messages."""
         if h0 is None:
             return {}
-        if self.states == 2 and not (isinstance(h0, tuple | list) and len(h0) == 2):
-            raise TypeError(f"h0 must be a pair of tensors, as {self} has two states; got {describe(h0)}")
-        initial = {"h0[0]": h0[0], "h0[1]": h0[1]} if self.states == 2 else {"h0": h0}
+        if self.states > 1 and not (isinstance(h0, tuple | list) and len(h0) == self.states):
+            several = "pair of" if self.states == 2 else f"tuple of {self.states}"
+            raise TypeError(f"h0 must be a {several} tensors, as {self} has {self.states} states; got {describe(h0)}")
+        initial = {f"h0[{k}]": x for k, x in enumerate(h0)} if self.states > 1 else {"h0": h0}
         for name, x in initial.items():
             check_floating(name, x, FLOAT_DTYPES if self.states else FLOAT_DTYPES + COMPLEX_DTYPES)
         return initial

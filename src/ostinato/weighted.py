@@ -12,7 +12,7 @@ from ostinato.kernels.matmul.precision import layers_allow_tf32, product_switche
 from ostinato.kernels.operators.eager import Prepared
 from ostinato.kernels.persistent.backends import is_captured
 from ostinato.kernels.persistent.modes import is_vmapped
-from ostinato.kernels.recurrence.arguments import by_kind
+from ostinato.kernels.recurrence.arguments import by_kind, concatenated_states
 from ostinato.kernels.recurrence.weighted.operator import weighted_recurrence
 from ostinato.kernels.scan import Order
 
@@ -71,10 +71,11 @@ def _launch(
     joined = torch.cat([y.transpose(0, 1) for y in tensors[:sequences]], -1).transpose(0, 1)
     per_channel = tensors[sequences : sequences + parameters]
     joined_parameters = torch.cat(per_channel) if per_channel else joined.new_empty(0)
-    h0, c0, *_ = *(y.to(dtype) for y in tensors[sequences + parameters :]), None, None
+    initial = [y.to(dtype) for y in tensors[sequences + parameters :]]
+    h0 = concatenated_states(initial) if initial else None
     options = *order._replace(resets=resets), backend, training
     weight = weights[0].to(dtype).view_as(weights[0])  # for the backward also if weight.data = ... changes
-    return weighted_recurrence(trace, weight, joined, joined_parameters, h0, c0, *options)[:-1]
+    return weighted_recurrence(trace, weight, joined, joined_parameters, h0, *options)[:-1]
 
 
 def _repeated_calls(

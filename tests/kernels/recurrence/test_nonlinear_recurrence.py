@@ -9,6 +9,7 @@ import torch
 import ostinato
 from comparisons import same_bits
 from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.recurrence.arguments import concatenated_states
 from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence
 from ostinato.kernels.recurrence.symbolic.tracer import trace
@@ -71,8 +72,8 @@ def inputs(cell, batch, length, width, sequences=None, dtype=torch.float64, scal
 
 
 def call(cell, initial, arguments, bounds=None, resets=None, reverse=False, backend="cpu"):
-    padded = [*initial, None][:2]
-    return nonlinear_recurrence(traced(cell).text, *padded, bounds, resets, reverse, backend, *arguments)
+    h0 = concatenated_states(initial)
+    return nonlinear_recurrence(traced(cell).text, h0, bounds, resets, reverse, backend, *arguments)
 
 
 def check_against_loop(cell, dtype, backend, packed, resetting, reverse, shape=(3, 13, 5), device="cpu"):
@@ -171,8 +172,8 @@ def test_transforms_compilation_and_export(cell):
     tensors, text = (*initial, *arguments), traced(cell).text
 
     def function(*tensors):
-        padded = [*tensors[: len(initial)], None][:2]
-        return nonlinear_recurrence(text, *padded, None, None, False, "cpu", *tensors[len(initial) :])
+        h0 = concatenated_states(tensors[: len(initial)])
+        return nonlinear_recurrence(text, h0, None, None, False, "cpu", *tensors[len(initial) :])
 
     def loss(*tensors):
         return sum(y.square().sum() for y in function(*tensors))
@@ -180,7 +181,7 @@ def test_transforms_compilation_and_export(cell):
     operator = torch.ops.ostinato.nonlinear_recurrence.default
     leaves = [x.clone().requires_grad_() for x in arguments]
     options = None, torch.rand(2, 6) < 0.2, True, "cpu"
-    torch.library.opcheck(operator, (text, *[*initial, None][:2], *options, leaves))
+    torch.library.opcheck(operator, (text, concatenated_states(initial), *options, leaves))
     leaves = [x.clone().requires_grad_() for x in tensors]
     want = torch.autograd.grad(loss(*leaves), leaves)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
@@ -219,8 +220,8 @@ def test_sequences_side_by_side(cell, time_first, backend):
     text = traced(cell).text
 
     def of_parts(*tensors):
-        states = [*tensors[: len(initial)], None][:2]
-        return nonlinear_recurrence(text, *states, None, None, True, backend, *tensors[len(initial) :])
+        h0 = concatenated_states(tensors[: len(initial)])
+        return nonlinear_recurrence(text, h0, None, None, True, backend, *tensors[len(initial) :])
 
     def apart(*tensors):
         *states, gates, parameters = tensors

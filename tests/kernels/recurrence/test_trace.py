@@ -383,12 +383,12 @@ def has_channels_elsewhere(x, y):
     return F.prelu(x, y), y
 
 
-@refused("must return the coefficients .a, b.; got Tensor", TypeError)
+@refused("must return the coefficients a and b; got Tensor", TypeError)
 def returns_one(x, y):
     return x
 
 
-@refused("must return the coefficients .a, b. as tensors; got float", TypeError)
+@refused("must return the coefficients a and b as tensors; got float", TypeError)
 def returns_a_number(x, y):
     return x, 0.5
 

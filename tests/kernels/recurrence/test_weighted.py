@@ -47,6 +47,13 @@ NAMES = {
     "hyperbolic_tangent": math.tanh,
     "hyperbolic_tangent_slope": lambda x: 1 - math.tanh(x) ** 2,
     "maximum": max,
+    "minimum": min,
+    "absolute": abs,
+    "exponential": math.exp,
+    "log_one_plus": math.log1p,
+    "reciprocal_root": lambda x: x**-0.5,
+    "square_root": math.sqrt,
+    "quotient": lambda x, y: x / y,
     "reciprocal": lambda x: 1 / x,
 }
 
@@ -75,6 +82,7 @@ PRINTED = {
     "spiking": (CELLS["spiking"][0].function, (True,), 2, 1, 3),
     "leaky": (lambda h, x: 0.9 * h - x, (True,), 1, 1, 0),  # whose derivatives are constants
     "of parameters": (lambda h, x, u, v: F.relu(u * h + x * v), (True, False, False), 1, 1, 4),
+    "four states": (CELLS["four states"][0].function, (True,) * 4, 4, 4, 18),
     "of tests": (of_units, (True, True, False), 2, 2, 8),
 }
 
@@ -93,8 +101,8 @@ def test_printed_cells_compute_the_function_and_its_derivatives(name):
         before, grads = torch.randn(2, states, generator=generator, dtype=torch.float64)
         arguments = torch.randn(len(kinds), generator=generator, dtype=torch.float64)
         leaves = [*before.requires_grad_(), *arguments.requires_grad_()]
-        after = function(tuple(leaves[:2]) if states == 2 else leaves[0], *leaves[states:])
-        after = torch.stack(after if states == 2 else (after,))
+        after = function(tuple(leaves[:states]) if states > 1 else leaves[0], *leaves[states:])
+        after = torch.stack(after if states > 1 else (after,))
         wanted = torch.autograd.grad(after, (before, arguments), grads, allow_unused=True, materialize_grads=True)
         values = arguments.tolist()
         given = {
@@ -171,9 +179,10 @@ def imagined(monkeypatch):
     persistent._geometries.cache_clear()
 
 
-def executor_of(cell, hidden, dtype, backward=False, training=False, batch=4, device="cpu"):
+def executor_of(cell, hidden, dtype, backward=False, training=False, batch=4, device="cpu", heads=1):
     # Of the tensors only shapes and dtypes are read.
     weight = torch.empty(1, 1, dtype=dtype, device=device).expand(CELLS[cell][3] * hidden, hidden)
+    weight = weight if heads == 1 else weight[None, : len(weight) // heads, : hidden // heads].expand(heads, -1, -1)
     like = torch.empty(1, 1, 1, dtype=dtype, device=device).expand(batch, 3, hidden)
     return persistent.executor_of(
         Layer(traced(cell), weight, like.new_empty(0, hidden), None, Sequences(batch)), like, backward, training
@@ -188,6 +197,19 @@ def test_layers_that_fit_on_the_chip_have_a_persistent_kernel(imagined):
     assert executor_of("gru", 256, torch.float64) is None
     assert executor_of("peephole", 16384, f16) is None
     assert not imagined
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads"), [(96, 3), (1024, 4), (768, 12), (1024, 1), (34, 17), (4096, 2), (4096, 4)]
+)
+def test_heads_are_computed_at_once_where_they_fit(hidden, heads, imagined):
+    for backward in (False, True):
+        chosen = executor_of("four states", hidden, bf16, backward, heads=heads)._geometry
+        assert (chosen.hidden_size, chosen.heads) == (hidden // heads, heads)
+        assert heads % chosen.heads_at_once == 0
+        assert chosen.heads_at_once * chosen.blocks * chosen.groups <= H100.multi_processor_count
+        if hidden // heads <= 256:  # they take less time together than one after another
+            assert chosen.heads_at_once == max(n for n in range(1, 9) if heads % n == 0)
 
 
 def test_both_passes_of_training_are_compiled_together(imagined):
@@ -220,7 +242,7 @@ def test_what_does_not_compile_is_left_to_other_kernels(error, imagined, monkeyp
 class Case:
     """A layer with random weights on a GPU, and random sequences, packed or not."""
 
-    def __init__(self, cell, hidden, batch, dtype, steps, packed=False, resets=0.0, reverse=False):
+    def __init__(self, cell, hidden, batch, dtype, steps, packed=False, resets=0.0, reverse=False, heads=1):
         function, _, _, products = CELLS[cell]
         self.trace, self.dtype = traced(cell), dtype
         sizes = [batch] * steps
@@ -231,7 +253,9 @@ class Case:
         count, width = sum(sizes), sum(self.trace.sequences) * hidden
         marks = (torch.rand(count) < resets).cuda() if resets else None
         self.sequences = Sequences(batch, offsets, marks, reverse)
-        self.weight = self.random(products * hidden, hidden, scale=hidden**-0.5)
+        columns = hidden // heads
+        self.weight = self.random(heads, products * columns, columns, scale=columns**-0.5)
+        self.weight = self.weight[0] if heads == 1 else self.weight
         self.parameters = self.random(self.trace.sequences.count(False), hidden)
         self.initial, self.grads_last = ([self.random(batch, hidden) for _ in range(function.states)] for _ in range(2))
         self.rows, self.sums = self.random(count, width), self.random(count, width)
@@ -290,14 +314,44 @@ def test_every_kind_of_geometry_matches_the_steps_in_float64(layer, exact, nan_m
             for steps, packed, resets, reverse in WAYS:
                 case = Case(cell, hidden, batch, dtype, steps, packed, resets, reverse)
                 run, executor = case.backward if backward else case.forward, persistent.Persistent(geometry)
-                found, again = run(executor), run(executor)
-                torch.cuda.synchronize()
-                cuda_launch.check(0)
-                assert same_bits(found, again), geometry
-                expected = run(stepwise, torch.Tensor.double)
-                theirs = errors(run(stepwise), expected).max()
-                tolerance = TOLERANCE[dtype] if exact else 4e-3  # rounded to tf32
-                assert errors(found, expected).max() < max(tolerance, 4 * theirs), (geometry, steps, packed)
+                assert_matches_the_steps(run, executor, TOLERANCE[dtype] if exact else 4e-3)  # rounded to tf32
+
+
+def assert_matches_the_steps(run, executor, tolerance):
+    """Of a method of a :class:`Case`, in float64; and that it gives the same bits twice."""
+    found, again = run(executor), run(executor)
+    torch.cuda.synchronize()
+    cuda_launch.check(0)
+    assert same_bits(found, again)
+    expected = run(stepwise, torch.Tensor.double)
+    theirs = errors(run(stepwise), expected).max()
+    assert errors(found, expected).max() < max(tolerance, 4 * theirs)
+
+
+HEADS = [  # cell, width, heads, batch, dtype
+    ("four states", 96, 3, 5, f32),
+    ("peephole", 130, 2, 23, bf16),  # 65 units each
+    ("gru", 1024, 4, 128, bf16),  # some geometries compute two groups in turn
+    ("four states", 768, 12, 2, f16),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cell", "width", "heads", "batch", "dtype"), HEADS)
+def test_heads_match_the_steps_in_float64(cell, width, heads, batch, dtype, nan_memory):
+    torch.manual_seed(0)
+    random.seed(0)
+    properties = torch.cuda.get_device_properties(0)
+    for backward in (False, True):
+        for geometry in generated(printed(cell), width // heads, batch, dtype, backward, True, properties):
+            for at_once, (steps, packed, resets, reverse) in itertools.product({1, heads // 2, heads}, WAYS):
+                resident = geometry.blocks * geometry.groups * at_once <= properties.multi_processor_count
+                if heads % at_once or at_once > cuda_launch.most_heads(printed(cell)) or not resident:
+                    continue
+                case = Case(cell, width, batch, dtype, steps, packed, resets, reverse, heads)
+                executor = persistent.Persistent(geometry._replace(heads=heads, heads_at_once=at_once))
+                run = case.backward if backward else case.forward
+                assert_matches_the_steps(run, executor, TOLERANCE[dtype])
 
 
 def options_of(layout, batch, steps):
@@ -317,21 +371,33 @@ def run(cell, leaves, options):
     return [*results, *torch.autograd.grad(results, leaves, [y.detach().cos() for y in results])]
 
 
+def executors_used(monkeypatch):
+    """What runs the passes of all later calls, in a list."""
+    used, choose = [], persistent.executor_of
+    monkeypatch.setattr(persistent, "executor_of", lambda *given: used.append(choose(*given)) or used[-1])
+    return used
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tf32"), [(f32, False), (f32, True), (f16, False), (bf16, False)], ids=str)
 @pytest.mark.parametrize(
     ("cell", "hidden", "batch", "layout"),
-    [("elman", 8, 3, "packed"), ("peephole", 32, 70, "packed"), ("gru", 250, 7, "resets"), ("janet", 1000, 1, "plain")],
+    [
+        ("elman", 8, 3, "packed"),
+        ("peephole", 32, 70, "packed"),
+        ("gru", 250, 7, "resets"),
+        ("janet", 1000, 1, "plain"),
+        ("four states", 130, 9, "packed"),
+    ],
 )
-def test_calls_match_those_in_float64(cell, hidden, batch, layout, dtype, tf32, nan_memory, monkeypatch):
+@pytest.mark.parametrize("heads", [1, 2])
+def test_calls_match_those_in_float64(cell, hidden, batch, layout, heads, dtype, tf32, nan_memory, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", "tf32" if tf32 else "ieee")
     torch.manual_seed(0)
     random.seed(0)
     rows, sequences, options = options_of(layout, batch, 40)
-    weight, arguments, h0 = inputs(cell, rows, 40, hidden, sequences, dtype, "cuda")
-    leaves, used = [weight, *arguments, *h0], []
-    choose = persistent.executor_of
-    monkeypatch.setattr(persistent, "executor_of", lambda *given: used.append(choose(*given)) or used[-1])
+    weight, arguments, h0 = inputs(cell, rows, 40, hidden, sequences, dtype, "cuda", heads)
+    leaves, used = [weight, *arguments, *h0], executors_used(monkeypatch)
     found, again = run(cell, leaves, options), run(cell, leaves, options)
     assert len(used) == 4
     assert all(isinstance(executor, persistent.Persistent) for executor in used)

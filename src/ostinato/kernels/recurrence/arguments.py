@@ -83,12 +83,21 @@ def in_order(kinds: Sequence[bool], sequences: Sequence[Any], parameters: Sequen
     return [next(remaining[kind]) for kind in kinds]
 
 
-def initial_states(
-    trace: Trace, like: Tensor, h0: Tensor | None, c0: Tensor | None, cu_seqlens: Tensor | None
-) -> list[Tensor]:
-    """The initial states, with zeros in place of absent ones."""
-    initial = (h0, c0)[: trace.states]
-    return [like.new_zeros(last_shape(like, cu_seqlens)) if x is None else x for x in initial]
+def initial_states(trace: Trace, like: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None) -> list[Tensor]:
+    """The initial states, (B, D) or (N, D) each, of concatenated ones, (B, S * D); zeros in place of absent ones."""
+    if h0 is None:
+        return [like.new_zeros(last_shape(like, cu_seqlens)) for _ in range(trace.states)]
+    return split_states(h0, trace.states)
+
+
+def split_states(x: Tensor, count: int) -> list[Tensor]:
+    """The states, (B, D) each, that are concatenated in a tensor, (B, count * D), as views."""
+    return [x] if count == 1 else list(x.unflatten(-1, (count, x.shape[-1] // count)).unbind(-2))
+
+
+def concatenated_states(states: Sequence[Tensor]) -> Tensor:
+    """The inverse of :func:`split_states`."""
+    return states[0] if len(states) == 1 else torch.cat([*states], -1)
 
 
 def last_shape(x: Tensor, cu_seqlens: Tensor | None) -> torch.Size:

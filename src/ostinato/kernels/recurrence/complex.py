@@ -35,11 +35,9 @@ def linear_scan(
         if isinstance(kernels, TorchBackend):  # PyTorch operations support and differentiate complex numbers
             check_cu_seqlens(cu_seqlens, b.shape[1])
             return kernels.linear_scan(a, b, h0, Order(cu_seqlens, resets, reverse))
-    real, imaginary = (None, None) if h0 is None else _parts(h0)
+    initial = None if h0 is None else torch.cat(_parts(h0), -1)
     options = cu_seqlens, resets, reverse, backend
-    h, h_imaginary, last, last_imaginary = nonlinear_recurrence(
-        _RECURRENCE, real, imaginary, *options, *_parts(a), *_parts(b)
-    )
+    h, h_imaginary, last, last_imaginary = nonlinear_recurrence(_RECURRENCE, initial, *options, *_parts(a), *_parts(b))
     return torch.complex(h, h_imaginary), torch.complex(last, last_imaginary)
 
 

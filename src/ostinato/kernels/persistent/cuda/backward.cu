@@ -15,8 +15,8 @@ constexpr int GRADIENTS = Cell::GRADIENTS;           // of a unit, written at ea
 // The results of Cell::pull() that are summed over steps: the GRADIENTS, for biases, or the parameters', which follow.
 constexpr int FIRST_SUMMED = Cell::HAS_BIASES ? 0 : GRADIENTS;
 constexpr int TOTALS = Cell::HAS_BIASES ? GRADIENTS : Cell::PARAMETERS, PULLED = FIRST_SUMMED + TOTALS;
-constexpr int OUTPUTS = KEPT == Kept::ALL_STATES ? Cell::STATES : 1;  // states that have gradients at each step
-constexpr bool TAKES_SECOND = OUTPUTS == 2;
+// States that have gradients at each step, and whose values before it are read: h and, of those beside it, RETURNED.
+constexpr int RETURNED = KEPT == Kept::ALL_STATES ? OTHERS : 0, OUTPUTS = 1 + RETURNED;
 
 // The distance from a step's buffer to the one that is half of all buffers away.
 __device__ inline int to_opposite_buffer(int step) {
@@ -31,8 +31,8 @@ template <> struct Total<true> { using type = double; };
 
 struct Units : Block {
     const Parameters& p;
-    float dh[ITEMS], dc[ITEMS];  // gradients of the states after the step that is processed next
-    float d[ITEMS][PULLED];      // gradients of the cell's arguments at this step, and of its parameters
+    float dh[ITEMS], dc[ITEMS][BESIDE];  // gradients of the states after the step that is processed next
+    float d[ITEMS][PULLED];              // gradients of the cell's arguments at this step, and of its parameters
     using Sum = typename Total<SCATTERS && EXACT>::type;
     Sum totals[UNITS_OF_THREAD][TOTALS + 1] = {};  // sums of the last TOTALS of `d`, over steps and the items of a unit
     float parameter[UNITS_OF_THREAD][Cell::PARAMETERS + 1];
@@ -45,23 +45,27 @@ struct Units : Block {
     // Loaded operands, with adjacent numbers packed: unpacking them would wait for the loads.
     static constexpr int LOADS = ITEMS / ADJACENT;
     Adjacent<Scalar>::Bits pre[LOADS][INPUTS], grad[LOADS][OUTPUTS], candidate[LOADS];
-    Adjacent<Scalar>::Bits before[LOADS], second_before[LOADS];
+    Adjacent<Scalar>::Bits before[LOADS], c_before[LOADS][RETURNED + 1];
     Adjacent<float> cell[LOADS], cell_before[LOADS];
     Resets resets;  // before the step that is differentiated next
 
     __device__ Units(const Parameters& p, const Product& product, int block, Block owned_by) : Block(owned_by), p(p) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            dh[i] = dc[i] = 0;
+            dh[i] = 0;
+#pragma unroll
+            for (int k = 0; k < BESIDE; ++k) dc[i][k] = 0;
 #pragma unroll
             for (int k = 0; k < OUTPUTS; ++k) grad[i / ADJACENT][k] = {};
             if (!owned(i)) continue;
 #pragma unroll
             for (int k = 0; k < Cell::PARAMETERS; ++k)
-                parameter[own_unit(i)][k] = p.parameters[k * HIDDEN + unit + unit_of(i)];
+                parameter[own_unit(i)][k] = p.parameters[k * CHANNELS + unit + unit_of(i)];
             spans[i] = product.span(p, block, block % CLUSTER * UNITS + unit_of(i));
             if (p.grad_h_n) dh[i] = widen(p.grad_h_n[index(0, i)]);
-            if (p.grad_c_n) dc[i] = widen(p.grad_c_n[index(0, i)]);
+#pragma unroll
+            for (int k = 0; k < OTHERS; ++k)
+                if (p.grad_c_n[k]) dc[i][k] = widen(p.grad_c_n[k][index(0, i)]);
         }
     }
 
@@ -76,11 +80,14 @@ struct Units : Block {
             const size_t at = index(rows.first, i);
             const Scalar* gates = p.pre + index(rows.first, i, INPUTS);
 #pragma unroll
-            for (int g = 0; g < INPUTS; ++g) pre[k][g] = Adjacent<Scalar>::bits_once(gates + g * HIDDEN);
+            for (int g = 0; g < INPUTS; ++g) pre[k][g] = Adjacent<Scalar>::bits_once(gates + g * CHANNELS);
             if (p.grad_output) grad[k][0] = Adjacent<Scalar>::bits_once(p.grad_output + at);
             if (KEPT == Kept::ALL_STATES) before[k] = Adjacent<Scalar>::bits_once(p.before + at);
-            if (TAKES_SECOND) second_before[k] = Adjacent<Scalar>::bits_once(p.second_before + at);
-            if (TAKES_SECOND && p.grad_second) grad[k][OUTPUTS - 1] = Adjacent<Scalar>::bits_once(p.grad_second + at);
+#pragma unroll
+            for (int n = 0; n < RETURNED; ++n) {
+                c_before[k][n] = Adjacent<Scalar>::bits_once(p.c_before[n] + at);
+                if (p.grad_c[n]) grad[k][1 + n] = Adjacent<Scalar>::bits_once(p.grad_c[n] + at);
+            }
             if (KEPT == Kept::RECURRENT) {
                 candidate[k] = Adjacent<Scalar>::bits_once(p.candidate + at);
                 const bool begins_here = !has_earlier || !live(i, earlier);
@@ -93,9 +100,9 @@ struct Units : Block {
                 cell_before[k] = {};
                 if (has_earlier && live(i, earlier)) {
                     cell_before[k] = Adjacent<float>::load(p.cells + index(earlier.first, i));
-                } else if (p.c0) {
+                } else if (p.c0[0]) {
 #pragma unroll
-                    for (int j = 0; j < ADJACENT; ++j) cell_before[k].x[j] = widen(p.c0[index(0, i + j)]);
+                    for (int j = 0; j < ADJACENT; ++j) cell_before[k].x[j] = widen(p.c0[0][index(0, i + j)]);
                 }
             }
         }
@@ -112,7 +119,7 @@ struct Units : Block {
             const auto unpacked = [&](Adjacent<Scalar>::Bits loaded) {
                 return widen(Adjacent<Scalar>::of(loaded).x[j]);
             };
-            float x[INPUTS], states_before[2] = {}, after[2] = {};
+            float x[INPUTS], states_before[1 + BESIDE] = {}, after[2] = {};
 #pragma unroll
             for (int g = 0; g < INPUTS; ++g) x[g] = unpacked(pre[k][g]);
             if (KEPT == Kept::RECURRENT) {
@@ -124,7 +131,8 @@ struct Units : Block {
                 after[1] = cell[k].x[j];
             }
             if (KEPT == Kept::ALL_STATES) states_before[0] = unpacked(before[k]);  // zero where a sequence begins
-            if (TAKES_SECOND) states_before[1] = unpacked(second_before[k]);
+#pragma unroll
+            for (int n = 0; n < RETURNED; ++n) states_before[1 + n] = unpacked(c_before[k][n]);
             Cell::differentiate(states_before, after, x, parameter[own_unit(i)], slope[i]);
 #pragma unroll
             for (int output = 0; output < OUTPUTS; ++output) grad_outputs[i][output] = unpacked(grad[k][output]);
@@ -163,12 +171,14 @@ struct Units : Block {
             for (int j = 0; j < ADJACENT; ++j) {
                 const int i = first + j;
                 const bool passes = OFFSETS && !takes_step[i];
-                const float total[] = {dh[i] + grad_outputs[i][0],
-                                       TAKES_SECOND ? dc[i] + grad_outputs[i][OUTPUTS - 1] : dc[i]};
-                float of_states[2];
+                float total[1 + BESIDE] = {dh[i] + grad_outputs[i][0]}, of_states[1 + BESIDE];
+#pragma unroll
+                for (int n = 0; n < OTHERS; ++n)
+                    total[1 + n] = n < RETURNED ? dc[i][n] + grad_outputs[i][n < RETURNED ? 1 + n : 0] : dc[i][n];
                 Cell::pull(slope[i], total, of_states, d[i]);
                 dh[i] = passes ? dh[i] : of_states[0];
-                if (HAS_SECOND) dc[i] = passes ? dc[i] : of_states[1];
+#pragma unroll
+                for (int n = 0; n < OTHERS; ++n) dc[i][n] = passes ? dc[i][n] : of_states[1 + n];
                 began[i] = begins[i];
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) published[g][j] = passes ? 0 : d[i][Cell::of_product(g)];
@@ -210,7 +220,7 @@ struct Units : Block {
                 float of_gate[ADJACENT];
 #pragma unroll
                 for (int j = 0; j < ADJACENT; ++j) of_gate[j] = d[i + j][g];
-                adjacent_bits(of_gate).store(grads + g * HIDDEN);
+                adjacent_bits(of_gate).store(grads + g * CHANNELS);
             }
 #pragma unroll
             for (int g = 0; g < TOTALS; ++g) {
@@ -235,20 +245,24 @@ struct Units : Block {
 #pragma unroll
             for (int j = 0; j < ADJACENT; ++j) {
                 dh[i + j] += sum[i / ADJACENT].x[j];
-                if (began[i + j]) dh[i + j] = dc[i + j] = 0;
+                if (!began[i + j]) continue;
+                dh[i + j] = 0;
+#pragma unroll
+                for (int k = 0; k < BESIDE; ++k) dc[i + j][k] = 0;
             }
         }
     }
 
     __device__ void prefetch_step(const Rows& rows) const {
         each_sector([&](int s, int u) {
-            const size_t row = rows.first + sequence + s, at = row * HIDDEN + u;
+            const size_t row = rows.first + sequence + s, at = row * CHANNELS + u;
             if (sequence + s >= rows.live) return;
 #pragma unroll
-            for (int g = 0; g < INPUTS; ++g) prefetch(p.pre + row * (INPUTS * HIDDEN) + g * HIDDEN + u);
+            for (int g = 0; g < INPUTS; ++g) prefetch(p.pre + row * (INPUTS * CHANNELS) + g * CHANNELS + u);
             if (p.grad_output) prefetch(p.grad_output + at);
             if (KEPT == Kept::ALL_STATES) prefetch(p.before + at);
-            if (TAKES_SECOND) prefetch(p.second_before + at);
+#pragma unroll
+            for (int n = 0; n < RETURNED; ++n) prefetch(p.c_before[n] + at);
             if (KEPT == Kept::RECURRENT) prefetch(p.candidate + at), prefetch(p.h + at);
             if (KEPT == Kept::CELLS) prefetch(p.cells + at);
         });
@@ -259,7 +273,8 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
             p.grad_h0[index(0, i)] = bits(dh[i]);
-            if (HAS_SECOND) p.grad_c0[index(0, i)] = bits(dc[i]);
+#pragma unroll
+            for (int k = 0; k < OTHERS; ++k) p.grad_c0[k][index(0, i)] = bits(dc[i][k]);
         }
     }
 
@@ -273,7 +288,7 @@ struct Units : Block {
 #pragma unroll
             for (int g = 0; g < TOTALS; ++g) {
                 Sum& latest = totals[own_unit(i)][g];
-                float* all = p.totals + index(0, i, TOTALS) + g * HIDDEN;
+                float* all = p.totals + index(0, i, TOTALS) + g * CHANNELS;
                 if (SCATTERS || iteration < SUMMED) *all = latest;
                 else atomicAdd(all, latest);  // unlike a load, nothing waits for it
                 latest = 0;

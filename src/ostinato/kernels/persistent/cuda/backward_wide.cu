@@ -22,7 +22,7 @@ struct Units : UpdatedUnits {
                     if (b >= p.batch) continue;
                     const float2 dh = two(p.grad_h_n, b);
                     p.grad_h0[at(b) / 2] = pack({dh.x, dh.y});
-                    dc[s] = two(p.grad_c_n, b);
+                    dc[s] = two(p.grad_c_n[0], b);
                 }
                 cells(shared, turn, r) = {dc[0].x, dc[0].y, dc[1].x, dc[1].y};
             }
@@ -55,7 +55,7 @@ struct Units : UpdatedUnits {
                 lives |= 1u << (2 * r + s);
                 cell[r][s] = *reinterpret_cast<const float2*>(p.cells + at(row));
                 if (RESETS && p.resets[row]) begins |= 1u << (2 * r + s);
-                else if (!has_earlier || b >= before.live) earlier[r][s] = two(p.c0, b);
+                else if (!has_earlier || b >= before.live) earlier[r][s] = two(p.c0[0], b);
                 else earlier[r][s] = *reinterpret_cast<const float2*>(p.cells + at(before.first + b));
             }
     }
@@ -162,7 +162,7 @@ struct Units : UpdatedUnits {
                     const int b = sequence_of(turn, r, s);
                     if (b >= p.batch) continue;
                     p.grad_h0[at(b) / 2] = pack({dh[2 * s], dh[2 * s + 1]});
-                    p.grad_c0[at(b) / 2] = s ? pack({dc.z, dc.w}) : pack({dc.x, dc.y});
+                    p.grad_c0[0][at(b) / 2] = s ? pack({dc.z, dc.w}) : pack({dc.x, dc.y});
                     const bool first = !turn && !r && !s;  // this row gets the sums over all sequences of the thread
                     for (int g = 0; g < GATES; ++g)
                         *reinterpret_cast<float2*>(p.totals + at(b, GATES) + g * HIDDEN) =

@@ -4,7 +4,7 @@
 // All functions compute one hidden unit of one sequence.  `before` and `after` are its states before and after a time
 // step, h first.
 //
-// STATES       the number of states, one or two
+// STATES       the number of states
 // PRODUCTS     rows of the recurrent matrix for each unit, whose products with h are `s`
 // INPUTS       numbers given at each step, one for each product first
 // PARAMETERS   numbers that are the same at each step
@@ -23,7 +23,7 @@
 
 enum class Kept {
     NOTHING,     // `pre` is h, as for an RNN, whose derivative is a function of it
-    CELLS,       // the second states in float32, which are after[1]
+    CELLS,       // the second state in float32, which is after[1]
     RECURRENT,   // h and, as after[1], the recurrent part of a GRU's candidate
     ALL_STATES,  // all states, which the layer returns for each step
 };

@@ -18,7 +18,7 @@ template <typename T> __device__ inline T in_register(T x) {
 
 struct Units : Block {
     const Parameters& p;
-    float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
+    float h[ITEMS], c[ITEMS][BESIDE], bias[ITEMS][GATES];  // c: the states beside h
     float parameter[UNITS_OF_THREAD][Cell::PARAMETERS + 1];  // no array may be empty
     Resets resets;  // before this step; from update() on, before the next one
     Adjacent<Scalar> projected[ITEMS / ADJACENT][INPUTS];
@@ -28,27 +28,35 @@ struct Units : Block {
         resets.look_up(p, *this, 0);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            h[i] = c[i] = 0;
+            h[i] = 0;
+#pragma unroll
+            for (int k = 0; k < BESIDE; ++k) c[i][k] = 0;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) bias[i][g] = 0;
             if (!owned(i)) continue;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) {
                 spans[i][g] = product.span(p, block, g * UNITS + unit_of(i));
-                if (p.bias) bias[i][g] = widen(p.bias[g * HIDDEN + unit + unit_of(i)]);
+                if (p.bias) bias[i][g] = widen(p.bias[g * CHANNELS + unit + unit_of(i)]);
             }
 #pragma unroll
             for (int k = 0; k < Cell::PARAMETERS; ++k)
-                parameter[own_unit(i)][k] = p.parameters[k * HIDDEN + unit + unit_of(i)];
+                parameter[own_unit(i)][k] = p.parameters[k * CHANNELS + unit + unit_of(i)];
             if (p.h0) h[i] = widen(p.h0[index(0, i)]);
-            if (p.c0) c[i] = widen(p.c0[index(0, i)]);
+#pragma unroll
+            for (int k = 0; k < OTHERS; ++k)
+                if (p.c0[k]) c[i][k] = widen(p.c0[k][index(0, i)]);
         }
     }
 
     __device__ void zero_reset_states() {
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i)
-            if (resets.before[i / ADJACENT]) h[i] = c[i] = 0;
+        for (int i = 0; i < ITEMS; ++i) {
+            if (!resets.before[i / ADJACENT]) continue;
+            h[i] = 0;
+#pragma unroll
+            for (int k = 0; k < BESIDE; ++k) c[i][k] = 0;
+        }
     }
 
     __device__ void fetch(const Rows& rows) {
@@ -57,14 +65,15 @@ struct Units : Block {
             if (!live(i, rows)) continue;
             const Scalar* pre = p.pre + index(rows.first, i, INPUTS);
 #pragma unroll
-            for (int g = 0; g < INPUTS; ++g) projected[i / ADJACENT][g] = Adjacent<Scalar>::load_once(pre + g * HIDDEN);
+            for (int g = 0; g < INPUTS; ++g) projected[i / ADJACENT][g] = Adjacent<Scalar>::load_once(pre + g * CHANNELS);
         }
     }
 
     // Computes the states of item i after a step.  With KEEPS_GATES, its pre-activations replace its projected inputs.
-    __device__ void step(int i, const float (&s)[GATES], float (&after)[2]) {
-        const float before[] = {h[i], c[i]};
-        float x[INPUTS];
+    __device__ void step(int i, const float (&s)[GATES], float (&after)[1 + BESIDE]) {
+        float before[1 + BESIDE] = {h[i]}, x[INPUTS];
+#pragma unroll
+        for (int k = 0; k < BESIDE; ++k) before[1 + k] = c[i][k];
 #pragma unroll
         for (int g = 0; g < INPUTS; ++g) x[g] = widen(projected[i / ADJACENT][g].x[i % ADJACENT]);
         Cell::forward(before, x, s, parameter[own_unit(i)], after);
@@ -99,10 +108,12 @@ struct Units : Block {
         }
 #pragma unroll
         for (int i = FIRST; i < END; ++i) {
-            float after[] = {0, 0};
+            float after[1 + BESIDE] = {};
             step(i, s[i], after);
             if (!live(i, rows)) continue;
-            h[i] = after[0], c[i] = after[1];
+            h[i] = after[0];
+#pragma unroll
+            for (int k = 0; k < BESIDE; ++k) c[i][k] = after[1 + k];
         }
 #pragma unroll
         for (int i = FIRST; i < END; i += ADJACENT) {
@@ -128,17 +139,26 @@ struct Units : Block {
             if (KEPT == Kept::CELLS && p.cells) {
                 Adjacent<float> cells;
 #pragma unroll
-                for (int j = 0; j < ADJACENT; ++j) cells.x[j] = c[i + j];
+                for (int j = 0; j < ADJACENT; ++j) cells.x[j] = c[i + j][0];
                 cells.store(p.cells + at);
             }
-            if (KEPT == Kept::ALL_STATES && HAS_SECOND) adjacent_bits(c + i).store(p.second + at);
+#pragma unroll
+            for (int k = 0; KEPT == Kept::ALL_STATES && k < OTHERS; ++k) bits_beside(i, k).store(p.c[k] + at);
             if constexpr (KEEPS_GATES) {
-                if (KEPT == Kept::RECURRENT) adjacent_bits(c + i).store(p.candidates + at);
+                if (KEPT == Kept::RECURRENT) bits_beside(i, 0).store(p.candidates + at);
                 Scalar* gates = p.gates + index(rows.first, i, INPUTS);
 #pragma unroll
-                for (int g = 0; g < INPUTS; ++g) projected[i / ADJACENT][g].store(gates + g * HIDDEN);
+                for (int g = 0; g < INPUTS; ++g) projected[i / ADJACENT][g].store(gates + g * CHANNELS);
             }
         }
+    }
+
+    // The states k beside h of item i and those adjacent to it, for storing.
+    __device__ Adjacent<Pack> bits_beside(int i, int k) const {
+        float x[ADJACENT];
+#pragma unroll
+        for (int j = 0; j < ADJACENT; ++j) x[j] = c[i + j][k];
+        return adjacent_bits(x);
     }
 
     // Calls a function with each operand of a step that an item needs, and with whether its state is reset before the
@@ -151,7 +171,8 @@ struct Units : Block {
     }
     template <typename Function> __device__ void each_result(Function visit) {
         visit(h[0]);
-        if (KEEPS_GATES || HAS_SECOND) visit(c[0]);
+#pragma unroll
+        for (int k = 0; k < (KEEPS_GATES ? BESIDE : OTHERS); ++k) visit(c[0][k]);
         if (KEEPS_GATES) each_projected(visit);
     }
     template <typename Function> __device__ void each_projected(Function visit) {
@@ -167,9 +188,9 @@ struct Units : Block {
         each_sector([&](int s, int u) {
             if (!STATE_BUFFERS) prefetch(state + state_offset(u * sizeof(Scalar), s));
             if (sequence + s >= rows.live) return;
-            const Scalar* pre = p.pre + (rows.first + sequence + s) * (INPUTS * HIDDEN) + u;
+            const Scalar* pre = p.pre + (rows.first + sequence + s) * (INPUTS * CHANNELS) + u;
 #pragma unroll
-            for (int g = 0; g < INPUTS; ++g) prefetch(pre + g * HIDDEN);
+            for (int g = 0; g < INPUTS; ++g) prefetch(pre + g * CHANNELS);
         });
     }
 
@@ -178,7 +199,8 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
             p.h_n[index(0, i)] = bits(h[i]);
-            if (HAS_SECOND) p.c_n[index(0, i)] = bits(c[i]);
+#pragma unroll
+            for (int k = 0; k < OTHERS; ++k) p.c_n[k][index(0, i)] = bits(c[i][k]);
         }
     }
 };

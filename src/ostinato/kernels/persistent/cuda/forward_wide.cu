@@ -20,8 +20,8 @@ struct Units : UpdatedUnits {
                     const int b = sequence_of(turn, r, s);
                     if (b >= p.batch) continue;
                     if (OFFSETS) p.h_n[at(b) / 2] = p.h0 ? pack({widen(p.h0[at(b)]), widen(p.h0[at(b) + 1])}) : 0;
-                    if (!p.c0 || (RESETS && b < rows.live && p.resets[rows.first + b])) continue;
-                    for (int u = 0; u < 2; ++u) c[2 * s + u] = widen(p.c0[at(b) + u]);
+                    if (!p.c0[0] || (RESETS && b < rows.live && p.resets[rows.first + b])) continue;
+                    for (int u = 0; u < 2; ++u) c[2 * s + u] = widen(p.c0[0][at(b) + u]);
                 }
                 cells(shared, turn, r) = {c[0], c[1], c[2], c[3]};
             }
@@ -121,7 +121,7 @@ struct Units : UpdatedUnits {
                 for (int s = 0; s < 2; ++s) {
                     const int b = sequence_of(turn, r, s);
                     const float2 mine = reinterpret_cast<float2*>(&cells(shared, turn, r))[s];
-                    if (b < p.batch) p.c_n[at(b) / 2] = pack({mine.x, mine.y});
+                    if (b < p.batch) p.c_n[0][at(b) / 2] = pack({mine.x, mine.y});
                 }
     }
 

@@ -15,21 +15,21 @@ from ostinato.kernels.cuda.streams import launch_stream
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent.arguments import Layer
 from ostinato.kernels.persistent.cuda import biases
+from ostinato.kernels.persistent.cuda.heuristics.cells import Cell
 from ostinato.kernels.persistent.cuda.heuristics.geometry import THREADS, Geometry
 from ostinato.kernels.persistent.cuda.packing import Packing, pack
 from ostinato.kernels.persistent.cuda.source import code, feature, macros
 
 _POINTERS = (
-    *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
-    *("output", "cells", "gates", "candidates", "h_n", "c_n", "candidate", "h", "grad_output", "grad_h_n"),
-    *("grad_c_n", "grads", "grad_h0", "grad_c0", "resets", "marks", "flags", "sums", "totals"),
-    *("parameters", "second", "before", "second_before", "grad_second"),
+    *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "output"),
+    *("cells", "gates", "candidates", "h_n", "candidate", "h", "grad_output", "grad_h_n", "grads", "grad_h0"),
+    *("resets", "marks", "flags", "sums", "totals", "parameters", "before"),
 )
-_NULL = dict.fromkeys(_POINTERS, 0)
+_OF_ALL_HEADS = "offsets", "resets"
+_OF_STATES_BESIDE_H = "c0", "c_n", "grad_c_n", "grad_c0", "c", "c_before", "grad_c"
 _IN_PAIRS = {  # loaded two numbers at a time, which must be aligned
-    *("pre", "h0", "cells", "candidate", "h", "grad_output", "weight", "before", "second_before", "grad_second")
+    *("pre", "h0", "cells", "candidate", "h", "grad_output", "weight", "before", "c_before", "grad_c")
 }
-_PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q6i")
 
 
 class _Kernels(NamedTuple):
@@ -41,18 +41,34 @@ class _Kernels(NamedTuple):
 
 
 @functools.cache
+def _parameters(beside: int) -> tuple[tuple[str, ...], struct.Struct]:
+    """The fields of ``Parameters`` in ``layout.cuh`` up to the sizes, with so many states beside h, and all of it."""
+    of_states = (name if k == 0 else f"{name}{k}" for name in _OF_STATES_BESIDE_H for k in range(beside))
+    pointers = *_POINTERS, *of_states
+    return pointers, struct.Struct(f"{len(pointers)}Q6i")
+
+
+def most_heads(cell: Cell) -> int:
+    """The most heads that one launch can compute, whose parameters must all fit into those of a kernel, 4 KB."""
+    return 4096 // _parameters(cell.beside)[1].size
+
+
+@functools.cache
 def kernels(geometry: Geometry, device: int, resets: bool, packed: bool, keeps: bool, directions: int = 1) -> _Kernels:
-    """The compiled kernels of a geometry; arguments as for :func:`~ostinato.kernels.persistent.cuda.source.macros`.
+    """The compiled kernels of a geometry, for so many directions of a layer.
+
+    The other arguments are those of :func:`~ostinato.kernels.persistent.cuda.source.macros`.
 
     Raises MemoryError if the blocks cannot all be resident on the device at once.
     """
     properties: Any = torch.cuda.get_device_properties(device)
-    compiled = (code(geometry), macros(geometry, resets, packed, keeps, directions), device)
+    rows = directions * geometry.heads_at_once
+    compiled = (code(geometry), macros(geometry, resets, packed, keeps, rows), device)
     if geometry.backward and not geometry.cell.is_generated:
         nvrtc.compile_ahead(*biases.source(geometry.dtype), device)
     prepare, recur = (nvrtc.load_kernel(name, *compiled, feature(geometry)) for name in ("prepare", "recur"))
     resident = recur.resident_blocks(device, geometry.threads, geometry.shared_bytes, geometry.blocks_of_a_cluster)
-    blocks = directions * geometry.blocks * geometry.groups
+    blocks = rows * geometry.blocks * geometry.groups
     if resident < blocks:
         raise MemoryError(f"the {_name(geometry)} needs {blocks} resident blocks; the device holds {resident}")
     return _Kernels(prepare, recur, properties.multi_processor_count)
@@ -157,9 +173,9 @@ def _launch_of(
 
 
 def launch(geometry: Geometry, *directions: tuple[Layer, dict[str, Any]]) -> None:
-    """Run the kernel of one pass, for one direction of a layer or for both.
+    """Run the kernel of one pass, for one direction of a layer or for both, or for all heads of a recurrence.
 
-    Each direction has its layer, and other tensors by their names in ``_POINTERS``, None for absent ones.
+    Each direction has its layer, and other tensors by their names in :func:`_parameters`, None for absent ones.
     """
     layer, tensors = directions[0]
     pre, (batch, offsets, resets, _) = tensors["pre"], layer.sequences
@@ -169,24 +185,27 @@ def launch(geometry: Geometry, *directions: tuple[Layer, dict[str, Any]]) -> Non
         packing = packing_of(layer.mask_hh, geometry)
         geometry = packing.geometry
         tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
-    rows, keeps = len(directions), tensors.get("gates") is not None
-    variant = resets is not None, offsets is not None, keeps, rows
+    rows, keeps = len(directions) * geometry.heads_at_once, tensors.get("gates") is not None
+    variant = resets is not None, offsets is not None, keeps, len(directions)
     prepared = _launch_of(geometry, device, layer.sequences.length(pre), batch, *variant)
-    addresses = [_addresses(geometry, prepared, *direction) for direction in directions]
+    addresses = [head for direction in directions for head in _addresses(geometry, prepared, *direction)]
     stream, (prepare, recur, _) = launch_stream(device, directions), prepared.kernels
-    for first, blocks in prepared.parts:
-        parameters = b"".join(
-            [_PARAMETERS.pack(*pointers, *prepared.sizes, first, reverse) for pointers, reverse in addresses]
-        )
-        if first == 0:
-            prepare.launch(device, prepared.fill, THREADS, parameters, stream=stream, rows=rows)
-        recur.launch(device, blocks, geometry.threads, parameters, prepared.shared, True, stream, rows=rows)
+    _, parameters_of = _parameters(geometry.cell.beside)
+    for begin in range(0, len(addresses), rows):
+        at_once = addresses[begin : begin + rows]
+        for first, blocks in prepared.parts:
+            parameters = b"".join(
+                [parameters_of.pack(*pointers, *prepared.sizes, first, reverse) for pointers, reverse in at_once]
+            )
+            if first == 0:
+                prepare.launch(device, prepared.fill, THREADS, parameters, stream=stream, rows=rows)
+            recur.launch(device, blocks, geometry.threads, parameters, prepared.shared, True, stream, rows=rows)
 
 
 def _addresses(
     geometry: Geometry, prepared: _Launch, layer: Layer, tensors: dict[str, Any]
-) -> tuple[Iterable[int], bool]:
-    """The addresses of all ``_POINTERS``, and whether the direction is reversed.
+) -> list[tuple[Iterable[int], bool]]:
+    """The addresses of the kernel's parameters, and whether the direction is reversed, for each head.
 
     Adds to ``tensors`` all that must live until the kernels have been launched.
     """
@@ -194,7 +213,7 @@ def _addresses(
     tensors |= {"weight": weight, "h0": h0, "c0": c0, "offsets": offsets, "resets": resets}
     if packed_weights and geometry in packed_weights:  # an earlier launch has packed them
         tensors |= {"weight": None, "packed": packed_weights[geometry]}
-    pre, addresses = tensors["pre"], _NULL.copy()
+    pre, addresses = tensors["pre"], dict.fromkeys(_parameters(geometry.cell.beside)[0], 0)
     for name, x in tensors.items():
         if x is not None:
             address = x.data_ptr()
@@ -204,9 +223,22 @@ def _addresses(
             addresses[name] = address
     for name, size in prepared.bytes.items():
         if name not in tensors:
-            tensors[name] = memory = pre.new_empty(size, dtype=torch.uint8)
+            tensors[name] = memory = pre.new_empty(geometry.heads * _head_bytes(size), dtype=torch.uint8)
             addresses[name] = memory.data_ptr()
     if packed_weights is not None and "packed" in tensors:
         packed_weights[geometry] = tensors["packed"]
     addresses["failure"] = _failure(pre.get_device()).address
-    return addresses.values(), reverse
+    if geometry.heads == 1:
+        return [(addresses.values(), reverse)]
+    apart = dict.fromkeys(addresses, 0)  # bytes between heads
+    for name, x in tensors.items():
+        if x is None or name in _OF_ALL_HEADS:
+            continue
+        apart[name] = x.nbytes // geometry.heads if name == "weight" else geometry.hidden_size * x.itemsize
+    apart |= {name: _head_bytes(size) for name, size in prepared.bytes.items()}
+    return [([addresses[x] + k * apart[x] for x in addresses], reverse) for k in range(geometry.heads)]
+
+
+def _head_bytes(size: int) -> int:
+    """Bytes of a head's part of the workspace: those of one head's part, aligned as the kernels need."""
+    return -(-size // 256) * 256

@@ -15,7 +15,9 @@
 
 // Per hidden unit: rows of the recurrent matrix, which in a user's cell need not be gates; numbers in `pre` at a step.
 constexpr int GATES = Cell::PRODUCTS, INPUTS = Cell::INPUTS;
-constexpr bool HAS_SECOND = Cell::STATES == 2;  // whether there is a state beside h
+constexpr int OTHERS = Cell::STATES - 1;         // states beside h
+constexpr int BESIDE = OTHERS > 1 ? OTHERS : 1;  // numbers beside h that Cell::forward may compute: Kept::RECURRENT, too
+constexpr int CHANNELS = HEADS * HIDDEN;         // of a state, or of an input, in a row of a tensor: see Parameters
 constexpr Kept KEPT = Cell::KEPT;
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // at 255 registers each, all that a multiprocessor has
@@ -40,9 +42,11 @@ constexpr int WHOLE = UNITS * COLUMNS / OWNERS;   // items that every thread has
 
 static_assert(ADJACENT == 1 || (sizeof(Scalar) == 2 && UNITS * COLUMNS % (2 * OWNERS) == 0));
 
+// Rows of tensors hold the HIDDEN units of all heads side by side.  The pointers are those of one head: to its weights,
+// and to the first of its units.
 struct Parameters {
     const Scalar* weight;         // (GATES * HIDDEN, HIDDEN), the recurrent matrix
-    const Scalar* bias;           // (GATES * HIDDEN), or null
+    const Scalar* bias;           // (GATES * CHANNELS), or null
     const int* index;             // as the next two, of a pruned matrix: see Product in block.cuh and sparse.cuh
     const unsigned short *places, *spans;
     unsigned* packed;             // the weights in the order in which the blocks load them
@@ -50,35 +54,41 @@ struct Parameters {
                                   // buffers or, if that is 0, one for the initial state and one for each step
     const int* offsets;           // (steps + 1), with OFFSETS: the first row of each step; else steps have `batch` rows
     int* failure;                 // set to 1 if a wait timed out
-    const Scalar* pre;            // (rows, INPUTS * HIDDEN): forward, the projected inputs; backward, the
+    const Scalar* pre;            // (rows, INPUTS * CHANNELS): forward, the projected inputs; backward, the
                                   // pre-activations, or with Kept::NOTHING the states
-    const Scalar *h0, *c0;        // (batch, HIDDEN), or null for zeros
-    Pack* output;                 // (rows, HIDDEN), forward
-    float* cells;                 // (rows, HIDDEN), with Kept::CELLS: forward, written unless null; backward, read
-    Scalar* gates;                // (rows, INPUTS * HIDDEN), forward, with KEEPS_GATES: `pre` of the backward pass
-    Pack* candidates;             // (rows, HIDDEN), forward, with Kept::RECURRENT: `candidate` of the backward pass
-    Pack *h_n, *c_n;              // (batch, HIDDEN), forward
-    const Scalar* candidate;      // (rows, HIDDEN), backward; as h, read only with Kept::RECURRENT
-    const Scalar* h;              // (rows, HIDDEN), backward: the states after each step
-    const Scalar* grad_output;    // (rows, HIDDEN), or null for zeros
-    const Scalar *grad_h_n, *grad_c_n;  // (batch, HIDDEN), or null for zeros
-    Pack* grads;                  // (rows, GRADIENTS * HIDDEN), backward
-    Pack *grad_h0, *grad_c0;      // (batch, HIDDEN), backward
+    const Scalar* h0;             // (batch, CHANNELS), or null for zeros
+    Pack* output;                 // (rows, CHANNELS), forward
+    float* cells;                 // (rows, CHANNELS), with Kept::CELLS: forward, written unless null; backward, read
+    Scalar* gates;                // (rows, INPUTS * CHANNELS), forward, with KEEPS_GATES: `pre` of the backward pass
+    Pack* candidates;             // (rows, CHANNELS), forward, with Kept::RECURRENT: `candidate` of the backward pass
+    Pack* h_n;                    // (batch, CHANNELS), forward
+    const Scalar* candidate;      // (rows, CHANNELS), backward; as h, read only with Kept::RECURRENT
+    const Scalar* h;              // (rows, CHANNELS), backward: the states after each step
+    const Scalar* grad_output;    // (rows, CHANNELS), or null for zeros
+    const Scalar* grad_h_n;       // (batch, CHANNELS), or null for zeros
+    Pack* grads;                  // (rows, GRADIENTS * CHANNELS), backward
+    Pack* grad_h0;                // (batch, CHANNELS), backward
     const unsigned char* resets;  // (rows), with RESETS: whether the state from which the row's step starts is zero
     unsigned* marks;              // (words of 32 steps, batch): the same as bits, in the order of iterations
     unsigned* flags;              // (groups, BLOCKS), for wide batches; see wide.cuh
     float4* sums;                 // (groups, BLOCKS, CLUSTER, ...), backward, for wide batches
-    float* totals;                // (batch, TOTALS * HIDDEN), backward: sums over steps of `grads`, or of the gradients
-                                  // of `parameters`
-    const float* parameters;      // (PARAMETERS, HIDDEN), of a user's cell
-    Pack* second;                 // (rows, HIDDEN), forward, with Kept::ALL_STATES: the second states after each step
-    const Scalar *before, *second_before;  // (rows, HIDDEN), backward, with Kept::ALL_STATES: states before each step
-    const Scalar* grad_second;    // (rows, HIDDEN), or null for zeros, backward, with Kept::ALL_STATES
+    float* totals;                // (batch, TOTALS * CHANNELS), backward: sums over steps of `grads`, or of the
+                                  // gradients of `parameters`
+    const float* parameters;      // (PARAMETERS, CHANNELS), of a user's cell
+    const Scalar* before;         // (rows, CHANNELS), backward, with Kept::ALL_STATES: h before each step
+    // The same of the states beside h:
+    const Scalar* c0[BESIDE];     // (batch, CHANNELS), or null for zeros
+    Pack* c_n[BESIDE];            // (batch, CHANNELS), forward
+    const Scalar* grad_c_n[BESIDE];  // (batch, CHANNELS), or null for zeros
+    Pack* grad_c0[BESIDE];           // (batch, CHANNELS), backward
+    Pack* c[BESIDE];                 // (rows, CHANNELS), forward, with Kept::ALL_STATES: the states after each step
+    const Scalar* c_before[BESIDE];  // (rows, CHANNELS), backward, with Kept::ALL_STATES
+    const Scalar* grad_c[BESIDE];    // (rows, CHANNELS), or null for zeros, backward, with Kept::ALL_STATES
     int steps, batch, groups, columns;  // columns: sequences of a group
     int first, reverse;                 // the first sequence of this launch
 };
 
-// The parameters of one direction of a layer, or of both, each of which has its own row of the grid.
+// The parameters of one direction of a layer, or of both, or of heads, each of which has its own row of the grid.
 struct Launch {
     Parameters directions[DIRECTIONS];
 
@@ -140,10 +150,10 @@ struct Block {
         return owned(i) && (!OFFSETS || sequence + sequence_of(i) < rows.live);
     }
 
-    // The index of item i in a (rows, gates * HIDDEN) tensor; `row` is the first row of the step.  Only the part that
+    // The index of item i in a (rows, gates * CHANNELS) tensor; `row` is the first row of the step.  Only the part that
     // all threads share has 64 bits: a thread's own offsets live through all steps and would need too many registers.
     __device__ size_t index(size_t row, int i, int gates = 1) const {
-        return (row + sequence) * (gates * HIDDEN) + unit + unsigned(sequence_of(i) * (gates * HIDDEN) + unit_of(i));
+        return (row + sequence) * (gates * CHANNELS) + unit + unsigned(sequence_of(i) * (gates * CHANNELS) + unit_of(i));
     }
     __device__ int exchanged() const { return TAKES_FEWER ? sequences : COLUMNS; }  // sequences
     // Whether item i is part of an exchanged word, and whether it is the first of one.

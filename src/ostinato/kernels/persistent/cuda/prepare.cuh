@@ -12,7 +12,7 @@ __device__ inline Word initial_word(const Parameters& p, size_t byte) {
     if (RESETS && sequence < rows.live && p.resets[rows.first + sequence]) return 0;
     Word word = 0;
     for (int j = 0; p.h0 && sequence < p.batch && j < WORD && unit + j < HIDDEN; ++j) {
-        const unsigned initial = operand_bits(widen(p.h0[size_t(sequence) * HIDDEN + unit + j]));
+        const unsigned initial = operand_bits(widen(p.h0[size_t(sequence) * CHANNELS + unit + j]));
         word |= Word(initial & ~TAG) << (j * 8 * sizeof(Scalar));
     }
     return word;

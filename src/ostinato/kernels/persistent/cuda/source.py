@@ -50,7 +50,7 @@ def _paths(*names: str) -> tuple[str, ...]:
 
 
 def macros(
-    geometry: Geometry, resets: bool = False, packed: bool = False, keeps: bool = False, directions: int = 1
+    geometry: Geometry, resets: bool = False, packed: bool = False, keeps: bool = False, rows: int = 1
 ) -> Macros:
     """The preprocessor definitions of a geometry's kernels.
 
@@ -59,12 +59,13 @@ def macros(
         resets: whether states are reset inside sequences.
         packed: whether sequences are packed.
         keeps: whether the forward saves the gates' pre-activations.
-        directions: the number of directions that one launch runs.
+        rows: the number of directions of a layer, or of heads of a recurrence, that one launch runs.
     """
     return (
         ("SCALAR", SCALARS[geometry.dtype]),
         ("VEC", 2 if geometry.wide else 1),
         ("HIDDEN", geometry.hidden_size),
+        ("HEADS", geometry.heads),
         ("PITCH", geometry.pitch),
         ("UNITS", geometry.units),
         ("COLUMNS", geometry.capacity),
@@ -90,7 +91,7 @@ def macros(
         ("RESETS", int(resets)),
         ("OFFSETS", int(packed)),
         ("KEEPS_GATES", int(keeps)),
-        ("DIRECTIONS", directions),
+        ("DIRECTIONS", rows),
         *_macros_of_product(geometry),
     )
 

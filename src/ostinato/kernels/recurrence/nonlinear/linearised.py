@@ -4,12 +4,21 @@ Once all states are known, each step's Jacobian is, too, and derivatives are lin
 forward-mode derivatives forward.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ostinato.kernels.recurrence.arguments import by_kind, last_shape, or_zeros, split, tensors_of_backward
+from ostinato.kernels.recurrence.arguments import (
+    by_kind,
+    concatenated_states,
+    initial_states,
+    last_shape,
+    or_zeros,
+    split,
+    tensors_of_backward,
+)
 from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
@@ -21,7 +30,6 @@ from ostinato.kernels.scan.torch_ops import shift, zeroed
 def composite(
     recurrence: str,
     h0: Tensor | None,
-    c0: Tensor | None,
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
@@ -33,7 +41,7 @@ def composite(
     grads, grads_last, states, unsplit = tensors_of_backward(trace, tensors)
     arguments = split(trace, unsplit)
     dtype, order = compute_dtype(backend, states[0]), order_of(cu_seqlens, resets, reverse)
-    before, jacobian = _linearised(trace, states, h0, c0, order, arguments, dtype)
+    before, jacobian = _linearised(trace, states, h0, order, arguments, dtype)
     transposed = [list(column) for column in zip(*jacobian, strict=True)]
     wide = [g.to(dtype) for g in or_zeros(grads, states[0].shape)]
     last = [g.to(dtype) for g in or_zeros(grads_last, last_shape(states[0], cu_seqlens))]
@@ -48,19 +56,18 @@ def composite(
     grad_arguments = [s.expand(shape).sum_to_size(x.shape).to(x.dtype) for s, x in zip(slopes, arguments, strict=True)]
     if len(unsplit) < len(arguments):
         grad_arguments = [torch.cat(x, -1) for x in by_kind(trace.sequences, grad_arguments)]
-    grad_initial = [x.to(states[0].dtype) for x in first] if h0 is not None or c0 is not None else []
-    absent = states[0].new_empty(0)
-    return *[*grad_initial, absent, absent][:2], *grad_arguments
+    grad_h0 = states[0].new_empty(0) if h0 is None else concatenated_states(first).to(states[0].dtype)
+    return grad_h0, *grad_arguments
 
 
 def jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Tensor, ...]:
     """The tangents of the operator's results, given those of its arguments, None for an argument without one."""
-    recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *unsplit = args
+    recurrence, h0, cu_seqlens, resets, reverse, backend, *unsplit = args
     trace, order = parse(recurrence), order_of(cu_seqlens, resets, reverse)
-    arguments, argument_tangents = split(trace, unsplit), split(trace, tangents[7:])
+    arguments, argument_tangents = split(trace, unsplit), split(trace, tangents[6:])
     states = results[: trace.states]
     dtype = compute_dtype(backend, states[0])
-    before, jacobian = _linearised(trace, states, h0, c0, order, arguments, dtype)
+    before, jacobian = _linearised(trace, states, h0, order, arguments, dtype)
     wide = [x.to(dtype) for x in arguments]
     one, zero = wide[0].new_ones(()), wide[0].new_zeros(())
     offsets = []
@@ -69,11 +76,8 @@ def jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Tens
         slopes = evaluate(trace.backward, [*before, *wide, *chosen])[trace.states :]
         moving = [s * x.to(dtype) for s, x in zip(slopes, argument_tangents, strict=True) if x is not None]
         offsets.append(sum(moving, torch.zeros_like(before[0])))
-    initial = [
-        torch.zeros_like(x) if d is None else d.to(dtype)
-        for x, d in zip(results[trace.states :], tangents[1:3], strict=False)
-    ]
-    result_tangents = _scan(jacobian, offsets, [x.to(dtype) for x in initial], order._replace(resets=None), backend)
+    initial = [x.to(dtype) for x in initial_states(trace, states[0], tangents[1], cu_seqlens)]
+    result_tangents = _scan(jacobian, offsets, initial, order._replace(resets=None), backend)
     return tuple(x.to(states[0].dtype) for x in result_tangents)
 
 
@@ -81,19 +85,18 @@ def _linearised(
     trace: Trace,
     states: Sequence[Tensor],
     h0: Tensor | None,
-    c0: Tensor | None,
     order: Order,
     arguments: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """The states before each step, and the step's Jacobian, which is zero where the state is reset before it."""
     cu_seqlens, resets, reverse = order
-    if h0 is None and c0 is None:  # absent initial states are constant, and a derivative at zero may be infinite
+    if h0 is None:  # absent initial states are constant, and a derivative at zero may be infinite
         first = shift(torch.ones_like(states[0][..., :1]), None, reverse, cu_seqlens)[..., 0] == 0
         resets = first if resets is None else resets | first
+    initial = [None] * trace.states if h0 is None else initial_states(trace, states[0], h0, cu_seqlens)
     before = [
-        zeroed(shift(x.to(dtype), start, reverse, cu_seqlens), resets)
-        for x, start in zip(states, (h0, c0), strict=False)
+        zeroed(shift(x.to(dtype), start, reverse, cu_seqlens), resets) for x, start in zip(states, initial, strict=True)
     ]
     # Jacobians after a reset are discarded, but evaluated at 0.5 instead of zero: if their own derivatives were
     # infinite, these times zero would be NaN.
@@ -106,12 +109,14 @@ def _linearised(
 def _scan(
     a: Sequence[Sequence[Tensor]], b: Sequence[Tensor], initial: Sequence[Tensor], order: Order, backend: str
 ) -> list[Tensor]:
-    """All states, then the last ones, of a linear recurrence of one state, or of two with a 2 x 2 matrix per step."""
-    if len(b) == 1:
+    """All states, then the last ones, of a linear recurrence of S states with an S x S matrix per step."""
+    count = len(b)
+    if count == 1:
         return list(linear_scan(a[0][0], b[0], initial[0], *order, backend))
 
     def step(before: list[Tensor], row: list[Tensor]) -> list[Tensor]:
-        return [x * before[0] + y * before[1] + z for x, y, z in (row[:3], row[3:])]
+        offsets, matrix = row[:count], row[count:]
+        products = [x * y for x, y in zip(matrix, before * count, strict=True)]
+        return [sum(products[k * count : (k + 1) * count], offset) for k, offset in enumerate(offsets)]
 
-    rows = [*a[0], b[0], *a[1], b[1]]
-    return sequential(step, initial, rows, order)
+    return sequential(step, initial, [*b, *itertools.chain(*a)], order)

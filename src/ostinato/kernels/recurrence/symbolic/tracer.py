@@ -40,10 +40,10 @@ def trace(function: Callable, sequences: Sequence[bool], states: int = 0) -> Tra
     """Trace an elementwise function of (B, T, D) and per-channel tensors, and its derivatives.
 
     Args:
-        function: returns ``(a, b)`` if `states` is 0; otherwise its first argument is the state h, or the tuple of two
-            states, and it returns the next.
+        function: returns ``(a, b)`` if `states` is 0; otherwise its first argument is the state h, or the tuple of
+            several states, and it returns the next.
         sequences: for each argument but the states, whether it is (B, T, D) rather than (D,).
-        states: 0, 1 or 2.
+        states: the number of states, 0 for a linear recurrence.
 
     Raises:
         TypeError: a result that is not a tensor, or a wrong number of results.
@@ -73,9 +73,9 @@ def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trac
 
 
 def call_function(function: Callable, states: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
-    """Call a recurrence's function, passing two states as one pair.
+    """Call a recurrence's function, passing several states as one tuple.
 
-    Raises TypeError if the function unpacks the pair into another number of states, or returns several for one state.
+    Raises TypeError if the function unpacks the tuple into another number of states, or returns several for one state.
     """
     if len(states) < 2:
         results = function(*states, *arguments)
@@ -87,8 +87,17 @@ def call_function(function: Callable, states: Sequence[Tensor], arguments: Seque
         return function(tuple(states), *arguments)
     except (ValueError, IndexError) as error:
         if "to unpack" in str(error) or "tuple index" in str(error):
-            raise TypeError(f"{_name(function)} is given two states, h and c; {error}") from error
+            given = "two states, h and c" if len(states) == 2 else f"{len(states)} states"
+            hint = "; @ostinato.recurrence(states=n) gives it n" if len(states) == 2 else ""
+            raise TypeError(f"{_name(function)} is given {given}; {error}{hint}") from error
         raise
+
+
+def expected_results(states: int) -> str:
+    """What the function of a recurrence with this number of states returns."""
+    if states < 2:
+        return "the next state" if states else "the coefficients a and b"
+    return f"the next {'two' if states == 2 else states} states"
 
 
 def _name(function: Callable) -> str:
@@ -97,7 +106,7 @@ def _name(function: Callable) -> str:
 
 def _checked(recorder: "_Recorder", results: Any, states: int) -> list[Tensor]:
     """What the function returned, as a list of tensors; raises TypeError if it is anything else."""
-    expected = "the coefficients (a, b)" if states == 0 else "the next state" if states == 1 else "the next two states"
+    expected = expected_results(states)
     results = [results] if states == 1 else results
     if not isinstance(results, tuple | list) or len(results) != max(states, 1) + (states == 0):
         came = f"{len(results)} values" if isinstance(results, tuple | list) else type(results).__name__

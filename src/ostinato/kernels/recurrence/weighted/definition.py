@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,10 +15,21 @@ from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan import order_of
 
 
+def width_of(weight_hh: Tensor) -> int:
+    """D, the number of channels of a state."""
+    return weight_hh.shape[-1] * (weight_hh.shape[0] if weight_hh.dim() == 3 else 1)
+
+
 def with_products(arguments: Sequence[Tensor], h: Tensor, weight_hh: Tensor) -> list[Tensor]:
     """The arguments of one step, (B, D) or (D,), with the products of the weights and h added to the first ones."""
+    products: Sequence[Tensor]
     with without_autocast(h.device.type):  # like the kernels, which do not round the products
-        products = F.linear(h, weight_hh).split(weight_hh.shape[1], -1)
+        if weight_hh.dim() == 2:
+            products = F.linear(h, weight_hh).split(weight_hh.shape[1], -1)
+        else:
+            heads, _, width = weight_hh.shape
+            of_heads = torch.bmm(h.unflatten(-1, (heads, width)).transpose(0, 1), weight_hh.mT)  # (heads, B, G * width)
+            products = of_heads.unflatten(-1, (-1, width)).permute(2, 1, 0, 3).flatten(2).unbind()
     sums = [x + product for x, product in zip(arguments, products, strict=False)]
     return [*sums, *arguments[len(sums) :]]
 
@@ -28,7 +40,6 @@ def by_steps(
     sequences: Tensor,
     parameters: Tensor,
     h0: Tensor | None,
-    c0: Tensor | None,
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
@@ -37,7 +48,7 @@ def by_steps(
 ) -> tuple[Tensor, ...]:
     """The operator ``weighted_recurrence`` in PyTorch operations; differentiable, so that zeros are kept."""
     trace = parse(recurrence)
-    width = weight_hh.shape[1]
+    width = width_of(weight_hh)
     arguments = in_order(trace.sequences, sequences.split(width, -1), parameters.split(width))
     like = arguments[0]
     dtype = compute_dtype(backend, like)
@@ -46,7 +57,7 @@ def by_steps(
     def step(before: list[Tensor], step_arguments: list[Tensor]) -> Sequence[Tensor]:
         return evaluate(trace.forward, [*before, *with_products(step_arguments, before[0], weight)])
 
-    initial = [x.to(dtype) for x in initial_states(trace, like, h0, c0, cu_seqlens)]
+    initial = [x.to(dtype) for x in initial_states(trace, like, h0, cu_seqlens)]
     results = sequential(step, initial, [x.to(dtype) for x in arguments], order_of(cu_seqlens, resets, reverse))
     return *(x.to(like.dtype) for x in results), empty_kept(sequences, backend, training).zero_()
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ostinato.kernels.persistent.sequences import Sequences
 from ostinato.kernels.recurrence.symbolic.trace import Trace
+from ostinato.kernels.recurrence.weighted.definition import width_of
 
 
 class Layer(NamedTuple):
@@ -14,7 +15,8 @@ class Layer(NamedTuple):
 
     Attributes:
         trace: the trace of the function, whose first arguments are sequences.
-        weight_hh: (G * D, D); its products with the previous state are added to the first G arguments.
+        weight_hh: (G * D, D); its products with the previous state are added to the first G arguments.  Or, of N heads,
+            (N, G * D / N, D / N): those of each head's channels with its part of the state.
         parameters: the arguments per channel, (P, D).
         initial: the initial states, (sequences, D) each; None for zeros.
         sequences: which rows are which steps of which sequences.
@@ -29,12 +31,26 @@ class Layer(NamedTuple):
     @property
     def width(self) -> int:
         """D, the number of channels of a state and of each argument."""
-        return self.weight_hh.shape[1]
+        return width_of(self.weight_hh)
+
+    @property
+    def heads(self) -> int:
+        """N, 1 for a matrix of all channels."""
+        return self.weight_hh.shape[0] if self.weight_hh.dim() == 3 else 1
+
+    @property
+    def products(self) -> int:
+        """G, the number of arguments to which products are added."""
+        return self.weight_hh.shape[-2] // self.weight_hh.shape[-1]
 
     @property
     def with_products(self) -> int:
         """G * D, the number of leading columns of the rows to which products are added."""
-        return self.weight_hh.shape[0]
+        return self.products * self.width
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """(rows, n * D) as (N, rows, n, D / N), a view."""
+        return x.unflatten(-1, (-1, self.heads, self.width // self.heads)).permute(2, 0, 1, 3)
 
 
 class Executor(Protocol):

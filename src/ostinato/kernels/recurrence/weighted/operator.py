@@ -11,24 +11,25 @@ from ostinato.kernels.matmul.precision import layers_allow_tf32
 from ostinato.kernels.operators.dispatch import gradient, gradients, operator, or_empty
 from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.persistent.reference import previous
-from ostinato.kernels.recurrence.arguments import last_shape, or_zeros
+from ostinato.kernels.recurrence.arguments import concatenated_states, last_shape, or_zeros, split_states
 from ostinato.kernels.recurrence.backends import nonlinear_kernels_on
-from ostinato.kernels.recurrence.symbolic.trace import parse
+from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
 from ostinato.kernels.recurrence.weighted import stepwise
-from ostinato.kernels.recurrence.weighted.definition import by_steps, empty_kept
+from ostinato.kernels.recurrence.weighted.definition import by_steps, empty_kept, width_of
 from ostinato.kernels.recurrence.weighted.layer import Executor, Layer
 from ostinato.kernels.recurrence.weighted.rows import Rows
 from ostinato.kernels.scan import Order, order_of
 from ostinato.kernels.scan.operators import check_cu_seqlens
 
 # weighted_recurrence(
-#     recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend, training
+#     recurrence, weight_hh, sequences, parameters, h0, cu_seqlens, resets, reverse, backend, training
 # ) -> states, last states, and what is kept for the backward pass
 #
 # recurrence is the text of a trace.  Its arguments are N concatenated sequences, (B, T, N*D), and P concatenated
 # parameters, (P*D,), whose dtype may differ.  The products of weight_hh, (G*D, D), with the first state before a step
-# are added to the first G sequences.  The other arguments are those of nonlinear_recurrence.  In training, kernels keep
-# the sequences with the products added, (rows, N*D), in the order of Rows; else a backward pass computes them again.
+# are added to the first G sequences; those of (H, G*D/H, D/H), of H heads, with each head's part of the state to its
+# part of the sequences.  The other arguments are those of nonlinear_recurrence.  In training, kernels keep the
+# sequences with the products added, (rows, N*D), in the order of Rows; else a backward pass computes them again.
 
 
 def _forward(
@@ -37,26 +38,26 @@ def _forward(
     sequences: Tensor,
     parameters: Tensor,
     h0: Tensor | None,
-    c0: Tensor | None,
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
     backend: str,
     training: bool,
 ) -> list[Tensor]:
-    count, initial = parse(recurrence).states, (h0, c0)
+    trace = parse(recurrence)
+    count = trace.states
     check_cu_seqlens(cu_seqlens, sequences.shape[1])
     kernels = nonlinear_kernels_on(backend, sequences.device.type)
     if sequences.numel() == 0:
         states, last = _like_states(recurrence, sequences, weight_hh, cu_seqlens)
-        last = [y.zero_() if x is None else x.clone() for x, y in zip(initial, last, strict=False)]
+        last = [y.zero_() for y in last] if h0 is None else [x.clone() for x in split_states(h0, count)]
         return [*states, *last, empty_kept(sequences, backend, training)]
     if kernels is None:
-        args = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend, training
+        args = recurrence, weight_hh, sequences, parameters, h0, cu_seqlens, resets, reverse, backend, training
         results, (states, _) = by_steps(*args), _like_states(recurrence, sequences, weight_hh, cu_seqlens)
         return [*(y.copy_(x) for y, x in zip(states, results, strict=False)), *results[count:]]
     order = order_of(cu_seqlens, resets, reverse)
-    rows, layer = _rows_and_layer(recurrence, weight_hh, sequences, parameters, initial[:count], order)
+    rows, layer = _rows_and_layer(trace, weight_hh, sequences, parameters, h0, order)
     with without_autocast(sequences.device.type):
         executor = _executor_of(layer, sequences, False, training)
         after, last, kept = executor.forward(layer, rows.of(sequences), training)
@@ -64,21 +65,12 @@ def _forward(
 
 
 def _rows_and_layer(
-    recurrence: str,
-    weight_hh: Tensor,
-    sequences: Tensor,
-    parameters: Tensor,
-    initial: Sequence[Tensor | None],
-    order: Order,
+    trace: Trace, weight_hh: Tensor, sequences: Tensor, parameters: Tensor, h0: Tensor | None, order: Order
 ) -> tuple[Rows, Layer]:
     """The conversion of the sequences to rows and back, and the recurrence over these rows."""
-    trace, width = parse(recurrence), weight_hh.shape[1]
     rows = Rows(sequences, order)
-    states = None
-    if any(x is not None for x in initial):
-        zeros = sequences.new_zeros(rows.sequences.batch, width)
-        states = [zeros if x is None else rows.of_states(x) for x in initial]
-    return rows, Layer(trace, weight_hh, parameters.view(-1, width), states, rows.sequences)
+    states = None if h0 is None else [*map(rows.of_states, split_states(h0, trace.states))]
+    return rows, Layer(trace, weight_hh, parameters.view(-1, width_of(weight_hh)), states, rows.sequences)
 
 
 def _executor_of(layer: Layer, like: Tensor, backward: bool, training: bool) -> Executor:
@@ -95,7 +87,7 @@ def _like_states(
     recurrence: str, like: Tensor, weight_hh: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Empty tensors with the shapes and strides of the states over time, and of the last states."""
-    count, width = range(parse(recurrence).states), weight_hh.shape[1]
+    count, width = range(parse(recurrence).states), width_of(weight_hh)
     last = [like.new_empty(last_shape(like, cu_seqlens)[0], width) for _ in count]
     return [_empty_like_rows(like, width, cu_seqlens) for _ in count], last
 
@@ -123,15 +115,14 @@ def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
     grads = grads[:-1]
     if all(g is None for g in grads):
-        return (None,) * 11
+        return (None,) * 10
     saved = ctx.saved_tensors  # read only once, as checkpointing recomputes them at every access
-    *tensors, h0, c0, cu_seqlens, resets = saved[:7]
-    kept = [x.detach() for x in saved[7:]]  # follows from the inputs, as do all derivatives
+    *tensors, h0, cu_seqlens, resets = saved[:6]
+    kept = [x.detach() for x in saved[6:]]  # follows from the inputs, as do all derivatives
     cotangents = [kept[0].new_empty(0) if g is None else g for g in grads]
     options = cu_seqlens, resets, ctx.reverse, ctx.backend
-    *grad_tensors, grad_h0, grad_c0 = _backward(ctx.recurrence, *tensors, h0, c0, *options, *cotangents, *kept)
-    grad_initial = None if h0 is None else grad_h0, None if c0 is None else grad_c0
-    return None, *grad_tensors, *grad_initial, *(None,) * 5
+    *grad_tensors, grad_h0 = _backward(ctx.recurrence, *tensors, h0, *options, *cotangents, *kept)
+    return None, *grad_tensors, None if h0 is None else grad_h0, *(None,) * 5
 
 
 def _backward_impl(
@@ -140,35 +131,32 @@ def _backward_impl(
     sequences: Tensor,
     parameters: Tensor,
     h0: Tensor | None,
-    c0: Tensor | None,
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
     backend: str,
     *tensors: Tensor,
 ) -> list[Tensor]:
-    """Gradients of weight_hh, the sequences, the parameters, h0 and c0; empty for absent initial states.
+    """Gradients of weight_hh, the sequences, the parameters and h0, empty if that is absent.
 
     ``tensors`` are the gradients of the states and of the last states, empty for zeros, then the states, and what else
     the forward pass kept.
     """
-    count = parse(recurrence).states
+    trace = parse(recurrence)
+    count = trace.states
     grads, grads_last, states = (tensors[k * count : (k + 1) * count] for k in range(3))
-    absent, initial = [sequences.new_empty(0) for _ in range(2)], (h0, c0)[:count]
     if sequences.numel() == 0:
-        last = or_zeros(grads_last, torch.Size((Order(cu_seqlens).sequences(sequences), weight_hh.shape[1])))
-        grad_initial = [
-            or_empty(None if x is None else g.clone(), sequences) for x, g in zip(initial, last, strict=True)
-        ]
-        return [*map(torch.zeros_like, (weight_hh, sequences, parameters)), *[*grad_initial, *absent][:2]]
+        last = or_zeros(grads_last, torch.Size((Order(cu_seqlens).sequences(sequences), width_of(weight_hh))))
+        grad_h0 = None if h0 is None else concatenated_states(last).clone()
+        return [*map(torch.zeros_like, (weight_hh, sequences, parameters)), or_empty(grad_h0, sequences)]
     if nonlinear_kernels_on(backend, sequences.device.type) is None:
-        args = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend
+        args = recurrence, weight_hh, sequences, parameters, h0, cu_seqlens, resets, reverse, backend
         with torch.no_grad():
             grad_weight, grad_sequences, *others = (x.clone() for x in _composite(*args, *tensors))
         strided = _empty_like_rows(sequences, sequences.shape[2], cu_seqlens)
         return [grad_weight, strided.copy_(grad_sequences), *others]
     order = order_of(cu_seqlens, resets, reverse)
-    rows, layer = _rows_and_layer(recurrence, weight_hh, sequences, parameters, initial, order)
+    rows, layer = _rows_and_layer(trace, weight_hh, sequences, parameters, h0, order)
     firsts: Sequence[Tensor | None] = layer.initial or [None] * count
     before = [previous(rows.of(y), x, layer.sequences) for y, x in zip(states, firsts, strict=True)]
     tf32 = layers_allow_tf32(sequences.device, sequences.dtype)
@@ -176,33 +164,40 @@ def _backward_impl(
     row_grads_last: list[Tensor | None] = [rows.of_states(g) if g.numel() else None for g in grads_last]
     kept, executor = tensors[-1], _executor_of(layer, sequences, True, True)
     if kept.numel() == 0:  # nothing told the call of its backward, as in an exported program, or inside torch.func.jvp
-        args = recurrence, weight_hh, sequences, parameters, h0, c0, cu_seqlens, resets, reverse, backend
+        args = recurrence, weight_hh, sequences, parameters, h0, cu_seqlens, resets, reverse, backend
         *_, kept = _forward(*args, True)
     with without_autocast(sequences.device.type):
         grad_rows, grad_parameters, grads_h0 = executor.backward(layer, kept, before, row_grads, row_grads_last)
-        grad_weight = gradient_of_weight(grad_rows[:, : layer.with_products], before[0], tf32=tf32)
-    grad_initial = [
-        sequences.new_empty(0) if x is None else rows.states_back(g) for x, g in zip(initial, grads_h0, strict=True)
-    ]
+        grad_weight = _gradient_of_weights(layer, grad_rows, before[0], tf32)
+    grad_h0 = None if h0 is None else rows.states_back(concatenated_states(grads_h0))
     grad_arguments = rows.back(grad_rows), grad_parameters.flatten().to(parameters.dtype, copy=True)
-    return [grad_weight, *grad_arguments, *[*grad_initial, *absent][:2]]
+    return [grad_weight, *grad_arguments, or_empty(grad_h0, sequences)]
+
+
+def _gradient_of_weights(layer: Layer, grad_rows: Tensor, before: Tensor, tf32: bool) -> Tensor:
+    """The gradient of the layer's weights, given those of the arguments and the first state before each step."""
+    grad_products = grad_rows[:, : layer.with_products]
+    if layer.weight_hh.dim() == 2:
+        return gradient_of_weight(grad_products, before, tf32=tf32)
+    heads = zip(layer.by_head(grad_products), layer.by_head(before), strict=True)
+    return torch.stack([gradient_of_weight(g.flatten(1), x[:, 0], tf32=tf32) for g, x in heads])
 
 
 def _backward_fake(
-    recurrence: str, weight_hh: Tensor, sequences: Tensor, parameters: Tensor, h0: Any, c0: Any, *others: Any
+    recurrence: str, weight_hh: Tensor, sequences: Tensor, parameters: Tensor, h0: Any, *others: Any
 ) -> list[Tensor]:
     empty = sequences.new_empty(0)
     grad_sequences = _empty_like_rows(sequences, sequences.shape[2], others[0])
-    grad_initial = [torch.empty_like(empty if x is None else x) for x in (h0, c0)]
-    return [torch.empty_like(weight_hh), grad_sequences, torch.empty_like(parameters), *grad_initial]
+    grad_h0 = torch.empty_like(empty if h0 is None else h0)
+    return [torch.empty_like(weight_hh), grad_sequences, torch.empty_like(parameters), grad_h0]
 
 
 def _composite(recurrence: str, *others: Any) -> tuple[Tensor, ...]:
     """The gradients, as :func:`_backward_impl` returns them, in differentiable operations."""
-    args, tensors = (recurrence, *others[:9], False), others[9:]
+    args, tensors = (recurrence, *others[:8], False), others[8:]
     cotangents = [*(g if g.numel() else None for g in tensors[: 2 * parse(recurrence).states]), None]
     wanted = [isinstance(x, Tensor) and x.is_floating_point() for x in args]
-    return tuple(or_empty(g, args[2]) for g in gradients(by_steps, args, cotangents, wanted)[1:6])
+    return tuple(or_empty(g, args[2]) for g in gradients(by_steps, args, cotangents, wanted)[1:5])
 
 
 _backward = gradient("weighted_recurrence_backward", _backward_impl, _backward_fake, composite=_composite)

@@ -16,7 +16,7 @@ def forward(layer: Layer, rows: Tensor, training: bool) -> tuple[list[Tensor], l
     """See :class:`~ostinato.kernels.recurrence.weighted.layer.Executor`."""
     trace, sequences = layer.trace, layer.sequences
     work, width = _widened(rows, copy=True), layer.width
-    weight, parameters = layer.weight_hh.to(work.dtype).T, [*layer.parameters.to(work.dtype)]
+    weight, parameters = layer.weight_hh.to(work.dtype), [*layer.parameters.to(work.dtype)]
     states = [work.new_empty(len(rows), width) for _ in range(trace.states)]
     carried = _carried(layer.initial, trace.states, work.new_zeros(sequences.batch, width))
     advance = _forward_step(layer, work, parameters, carried, states)
@@ -25,7 +25,7 @@ def forward(layer: Layer, rows: Tensor, training: bool) -> tuple[list[Tensor], l
         if sequences.resets is not None:
             for x in carried:
                 x[:live].masked_fill_(sequences.resets[step, None], 0.0)
-        work[step, : layer.with_products].addmm_(carried[0][:live], weight)
+        _add_products(layer, work[step, : layer.with_products], carried[0][:live], weight.mT)
         advance(step)
     states, last = ([x.to(rows.dtype) for x in own] for own in (states, carried))
     return states, last, work.to(rows.dtype) if training else None
@@ -49,11 +49,20 @@ def backward(
     for step in reversed(sequences.steps(rows)):
         live = step.stop - step.start
         step_back(step)
-        carried[0][:live].addmm_(grad_rows[step, : layer.with_products], weight)
+        _add_products(layer, carried[0][:live], grad_rows[step, : layer.with_products], weight)
         if sequences.resets is not None:
             for x in carried:
                 x[:live].masked_fill_(sequences.resets[step, None], 0.0)
     return grad_rows.to(rows.dtype), totals(), [x.to(rows.dtype) for x in carried]
+
+
+def _add_products(layer: Layer, onto: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Add the products of x, (rows, ...), with a matrix, or of each head's part of x with its matrix."""
+    if weight.dim() == 2:
+        onto.addmm_(x, weight)
+        return
+    products = torch.bmm(layer.by_head(x).flatten(2), weight)
+    layer.by_head(onto).add_(products.unflatten(-1, (-1, layer.width // layer.heads)))
 
 
 def _widened(x: Tensor, copy: bool = False) -> Tensor:

@@ -11,7 +11,7 @@ class Cell(NamedTuple):
         products: rows of the recurrent matrix.
         inputs: numbers that are given at each step.
         parameters: numbers that are the same at each step.
-        states: one or two.
+        states: h and those beside it, which no other unit reads.
         outputs: states that the layer returns for each step.
         derivatives: numbers of a step that are kept until the gradients of its states arrive.
         gradients: numbers that the backward computes at each step.
@@ -31,6 +31,11 @@ class Cell(NamedTuple):
     code: str = ""
 
     @property
+    def beside(self) -> int:
+        """The number of states beside h, and at least 1: see ``BESIDE`` in ``layout.cuh``."""
+        return max(1, self.states - 1)
+
+    @property
     def is_generated(self) -> bool:
         """Whether the struct is printed."""
         return bool(self.code)
@@ -43,14 +48,14 @@ class Cell(NamedTuple):
         """
         if backward:
             return self.derivatives + self.outputs + 2 + self.gradients
-        return self.inputs + 1 + self.inputs + 2
+        return self.inputs + 1 + self.inputs + 1 + self.beside
 
     def registers(self, backward: bool) -> int:
         """Registers for a unit of one sequence, beyond those that the estimates count for its products."""
         if not self.is_generated:
             return 0
         if not backward:
-            return self.inputs - self.products + self.parameters
+            return self.inputs - self.products + self.parameters + 2 * max(0, self.states - 2)
         kept = self.derivatives + 2 * self.inputs + 2 * self.parameters + 4 * self.states
         return max(0, kept - 6 * self.products)
 

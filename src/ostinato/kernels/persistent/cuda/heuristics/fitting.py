@@ -119,9 +119,9 @@ def _registers_beside_states(geometry: Geometry) -> int:
         count += max(24, 6 * geometry.gates) if geometry.backward else 0
         count += geometry.registers_of_cell
     # Values that each step derives from the number of sequences, kept where there is room: beside what a cluster's
-    # blocks send, a second state, or a tile taken twice.
+    # blocks send, a state beside h, or a tile taken twice.
     if geometry.takes_fewer:
-        more = geometry.cluster > 1 if geometry.backward else 2 * (geometry.cell.states == 2 or geometry.has_half_tiles)
+        more = geometry.cluster > 1 if geometry.backward else 2 * (geometry.cell.states > 1 or geometry.has_half_tiles)
         count += 4 * more
     return count
 

@@ -85,6 +85,10 @@ class Geometry(NamedTuple):
     # For the block product only.
     strips: Strips = Strips(1, ())
 
+    # For recurrences with block-diagonal weights only.
+    heads: int = 1  # whose units lie side by side in rows of tensors; each is computed like a layer of its own
+    heads_at_once: int = 1  # computed by one launch, a divisor of `heads`
+
     # Units, sequences and blocks.
 
     @property
