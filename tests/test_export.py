@@ -351,9 +351,10 @@ def doubling(h, x, u):
     return torch.clamp(2.0 * u * h, -1.0, 1.0) + x
 
 
-DIAGONAL = {
+LAYERS = {
     "RGLRU": (ostinato.RGLRU, {"batch_first": True}),
     "SRU": (ostinato.SRU, {"bidirectional": True}),
+    "SLSTM": (ostinato.SLSTM, {"num_heads": 2}),
 }
 
 
@@ -366,16 +367,17 @@ class FromStates(nn.Module):
 
     def forward(self, x, begins):
         batch = x.shape[0 if self.layer.batch_first else 1]
-        return self.layer(x, x.new_ones(self.layer.num_directions, batch, 8), resets=begins)
+        ones = x.new_ones(self.layer.num_directions, batch, 8)
+        return self.layer(x, ones if self.layer.states == 1 else (ones,) * self.layer.states, resets=begins)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", DIAGONAL)
-def test_diagonal_layers_are_exported_for_any_number_of_steps(name, tmp_path):
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_recurrences_are_exported_for_any_number_of_steps(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     torch.manual_seed(0)
-    kind, options = DIAGONAL[name]
+    kind, options = LAYERS[name]
     model = FromStates(kind(6, 8, **options)).eval()
 
     def given(steps, batch):

@@ -331,7 +331,7 @@ def test_a_copy_goes_on_by_itself(name, frozen):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", ["GRU", "MinGRU", "IndRNN", "ParaLSTM"])
+@pytest.mark.parametrize("name", ["GRU", "MinGRU", "IndRNN", "ParaLSTM", "SLSTM"])
 def test_outputs_and_inputs_are_the_caller_s(name, frozen):
     """Neither does a reset write to them, nor a write to them change the state."""
 
@@ -343,7 +343,7 @@ def test_outputs_and_inputs_are_the_caller_s(name, frozen):
             return x - last, x
 
     torch.manual_seed(0)
-    layer, x = getattr(ostinato, name)(3, 5, dtype=torch.float64), torch.randn(4, 2, 3, dtype=torch.float64)
+    layer, x = getattr(ostinato, name)(3, 4, dtype=torch.float64), torch.randn(4, 2, 3, dtype=torch.float64)
     network = nn.Sequential(Difference(), layer)
     stepper, other = (ostinato.Stepper(network, 2, frozen=frozen) for _ in range(2))
     expected = [stepper(x_t).clone() for x_t in x]
@@ -361,10 +361,10 @@ def test_outputs_and_inputs_are_the_caller_s(name, frozen):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", ["MinGRU", "RGLRU", "ParaGRU", "ParaLSTM", "LSTM"])
+@pytest.mark.parametrize("name", ["MinGRU", "RGLRU", "ParaGRU", "ParaLSTM", "SLSTM", "LSTM"])
 def test_a_part_that_works_in_place_leaves_states_alone(name, frozen):
     torch.manual_seed(0)
-    layer, x = getattr(ostinato, name)(3, 5, dtype=torch.float64), torch.randn(6, 2, 3, dtype=torch.float64)
+    layer, x = getattr(ostinato, name)(3, 4, dtype=torch.float64), torch.randn(6, 2, 3, dtype=torch.float64)
     stepper = ostinato.Stepper(nn.Sequential(layer, nn.Hardtanh(-0.05, 0.05, inplace=True)), 2, frozen=frozen)
     found = torch.stack([stepper(x_t) for x_t in x])
     torch.testing.assert_close(found, layer(x)[0].clamp(-0.05, 0.05))

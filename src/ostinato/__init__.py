@@ -11,6 +11,7 @@ from ostinato.pruning import cubic_density, prune
 from ostinato.recurrence import recurrence
 from ostinato.recurrent import GRU, LSTM, RNN, convert
 from ostinato.scan import linear_scan, log_linear_scan
+from ostinato.slstm import SLSTM
 from ostinato.stepper import Stepper
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "IndRNN",
     "ParaGRU",
     "ParaLSTM",
+    "SLSTM",
     "RNN",
     "GRU",
     "LSTM",

@@ -14,6 +14,7 @@ from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, IndRNN, ParaGRU, Para
 from ostinato.hub import HubMixin
 from ostinato.minimal import HighwayMinGRU, MinGRU, MinLSTM
 from ostinato.recurrent import GRU, LSTM
+from ostinato.slstm import SLSTM
 from ostinato.stepper import Stepper
 
 
@@ -32,7 +33,10 @@ class RecurrentLayer(Protocol):
 
 CELLS: dict[str, Callable[..., RecurrentLayer]] = {
     cell.__name__.lower(): cell
-    for cell in (MinGRU, MinLSTM, GRU, LSTM, HighwayMinGRU, RGLRU, HGRN, LRU, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM)
+    for cell in (
+        *(MinGRU, MinLSTM, GRU, LSTM, SLSTM, HighwayMinGRU),
+        *(RGLRU, HGRN, LRU, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM),
+    )
 }
 
 # A block's state: the last inputs of its convolution, (B, K-1, W), and the state of its recurrent layer, (1, B, H), or

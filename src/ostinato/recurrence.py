@@ -13,7 +13,7 @@ from torch import Tensor
 from ostinato.checks import FLOAT_DTYPES, check_floating, check_integers, describe
 from ostinato.kernels.operators import export
 from ostinato.kernels.operators.eager import is_eager
-from ostinato.kernels.recurrence.arguments import concatenated_states
+from ostinato.kernels.recurrence.arguments import by_kind, concatenated_states
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence, step_of
@@ -199,7 +199,9 @@ class Recurrence:
         order = Order(cu_seqlens, resets, reverse)
         first, dtype, initial = self.check(arguments, h0, order, backend)
         if weight_hh is not None:
-            arguments = self._check_weights(weight_hh, arguments, first)
+            like = arguments[first]
+            products = self._check_weights(weight_hh, self.names[first], like, like.shape[2], len(arguments))
+            arguments = *(x.expand_as(like) for x in arguments[:products]), *arguments[products:]
         if self._has_kernels(arguments, initial, backend):
             arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
             result = self._by_one_step(arguments, first, list(initial.values()), order, backend, weight_hh)
@@ -207,7 +209,8 @@ class Recurrence:
                 return result
             traced = self.traced(arguments)
             if weight_hh is not None:
-                given = traced, weight_hh, dtype, arguments, [*initial.values()], order, backend
+                by_kinds = by_kind([x.dim() == 3 for x in arguments], arguments)
+                given = traced, weight_hh, dtype, *by_kinds, [*initial.values()], order, backend
                 return self._grouped(run_all_steps(*given))
             return self._by_kernels(traced, dtype, initial, (*order, backend), arguments)
         return self._by_torch(arguments, first, dtype, initial, order, backend, weight_hh)
@@ -217,6 +220,7 @@ class Recurrence:
         sequences: Tensor,
         parameters: Tensor,
         *,
+        weight_hh: Tensor | None = None,
         h0: Any = None,
         resets: Tensor | None = None,
         reverse: bool = False,
@@ -226,12 +230,13 @@ class Recurrence:
         """A call with all sequences concatenated in one tensor, (B, T, G * D), and all parameters in another, (P * D,).
 
         A layer's GEMM produces the former.  Where the recurrence is not linear, gradients come concatenated too, which
-        saves a copy.
+        saves a copy.  With `weight_hh` no sequence may follow a parameter among the arguments.
         """
         initial, concatenated = self._check_states(h0), (sequences, parameters)
         order = Order(cu_seqlens, resets, reverse)
         if self.states == 0 or not self._has_kernels(concatenated, initial, backend):
-            return self(*self.split_arguments(*concatenated), h0=h0, **order._asdict(), backend=backend)
+            arguments, options = self.split_arguments(*concatenated), order._asdict()
+            return self(*arguments, weight_hh=weight_hh, h0=h0, **options, backend=backend)
         check_floating("sequences", sequences)
         check_floating("parameters", parameters)
         count, width = len(self.names), self._width(*concatenated)
@@ -247,12 +252,16 @@ class Recurrence:
             )
         check_scan("sequences", sequences[..., :width], initial, order, backend)
         traced = _traced(id(self), (True,) * gates + (False,) * (count - gates))
+        if weight_hh is not None:
+            self._check_weights(weight_hh, "sequences", sequences, width, gates)
+            given = traced, weight_hh, sequences.dtype, [sequences], [parameters], [*initial.values()], order, backend
+            return self._grouped(run_all_steps(*given))
         return self._by_kernels(traced, sequences.dtype, initial, (*order, backend), concatenated)
 
     def split_arguments(self, sequences: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
         """Split the arguments of :meth:`of_layer` into those of a call."""
         width = self._width(sequences, parameters)
-        return *sequences.chunk(sequences.shape[-1] // width, -1), *parameters.chunk(parameters.shape[0] // width)
+        return *sequences.chunk(sequences.shape[-1] // width, -1), *parameters.unflatten(0, (-1, width)).unbind()
 
     def _width(self, sequences: Tensor, parameters: Tensor) -> int:
         """The channels of each argument of :meth:`of_layer`."""
@@ -430,24 +439,23 @@ class Recurrence:
                 )
         return sequences[0], functools.reduce(torch.promote_types, (arguments[k].dtype for k in sequences))
 
-    def _check_weights(self, weight_hh: Tensor, arguments: tuple[Tensor, ...], first: int) -> tuple[Tensor, ...]:
-        """Check ``weight_hh``; returns the arguments, those that its products are added to expanded to sequences."""
+    def _check_weights(self, weight_hh: Tensor, name: str, like: Tensor, width: int, most: int) -> int:
+        """Check ``weight_hh``, of `width` channels, against an argument; returns the number of its products.
+
+        These are added to at most `most` arguments.
+        """
         if not self.states:
             raise TypeError(f"weight_hh needs a state: the first parameter of {self} would be named h or state")
         check_floating("weight_hh", weight_hh)
-        like = arguments[first]
-        width = like.shape[2]
         heads, rows, columns = (1, 0, 0) if weight_hh.dim() not in (2, 3) else (1, *weight_hh.shape)[-3:]
         products = max(1, rows // max(columns, 1))
-        if heads * columns != width or rows != products * columns or not heads or products > len(arguments):
+        if heads * columns != width or rows != products * columns or not heads or products > most:
             shape = f"(G * {width}, {width}), or (N, G * {width} / N, {width} / N) of N heads"
-            shape = f"{shape}, for the first G of {len(arguments)} arguments"
+            shape = f"{shape}, for the first G of {most} arguments"
             raise ValueError(f"weight_hh must have shape {shape}; got {tuple(weight_hh.shape)}")
         if weight_hh.device != like.device:
-            raise ValueError(
-                f"weight_hh must be on the device of {self.names[first]}, {like.device}; got {weight_hh.device}"
-            )
-        return *(x.expand_as(like) for x in arguments[:products]), *arguments[products:]
+            raise ValueError(f"weight_hh must be on the device of {name}, {like.device}; got {weight_hh.device}")
+        return products
 
     def _check_states(self, h0: Any) -> dict[str, Tensor]:
         """The initial states, by their names in error messages."""

@@ -12,7 +12,7 @@ from ostinato.kernels.matmul.precision import layers_allow_tf32, product_switche
 from ostinato.kernels.operators.eager import Prepared
 from ostinato.kernels.persistent.backends import is_captured
 from ostinato.kernels.persistent.modes import is_vmapped
-from ostinato.kernels.recurrence.arguments import by_kind, concatenated_states
+from ostinato.kernels.recurrence.arguments import concatenated_states
 from ostinato.kernels.recurrence.weighted.operator import weighted_recurrence
 from ostinato.kernels.scan import Order
 
@@ -23,7 +23,8 @@ def run_all_steps(
     trace: str,
     weight_hh: Tensor,
     dtype: torch.dtype,
-    arguments: Sequence[Tensor],
+    sequences: Sequence[Tensor],
+    parameters: Sequence[Tensor],
     initial: Sequence[Tensor],
     order: Order,
     backend: str,
@@ -32,14 +33,14 @@ def run_all_steps(
 
     Args:
         trace: the trace of the function for these kinds of arguments.
-        weight_hh: (G*D, D), whose products with the previous h are added to the first G arguments.
+        weight_hh: (G*D, D), whose products with the previous h are added to the first G arguments, or that of heads.
         dtype: the dtype of the results.
-        arguments: sequences, (B, T, D), of that dtype, and parameters, (D,).
+        sequences: the arguments over time, (B, T, D) each, of that dtype, or one tensor with all, (B, T, N*D).
+        parameters: the arguments per channel, (D,) each, or one tensor with all, (P*D,).
         initial: the initial states, if any are given.
         order: how the steps follow one another.
         backend: see ``choose_backend``.
     """
-    sequences, parameters = by_kind([x.dim() == 3 for x in arguments], arguments)
     x, *inputs = *sequences, *parameters, *initial
     counts = len(sequences), len(parameters)
     # Inside vmap, a tensor does not tell whether a gradient is taken around it.
@@ -68,7 +69,8 @@ def _launch(
     """Call the operator; `x` and `inputs` are the sequences, the parameters and the initial states, in this order."""
     tensors = [x, *inputs]
     # Concatenated in the layout of the kernels, time-major.
-    joined = torch.cat([y.transpose(0, 1) for y in tensors[:sequences]], -1).transpose(0, 1)
+    rows = [y.transpose(0, 1) for y in tensors[:sequences]]
+    joined = (rows[0].contiguous() if sequences == 1 else torch.cat(rows, -1)).transpose(0, 1)
     per_channel = tensors[sequences : sequences + parameters]
     joined_parameters = torch.cat(per_channel) if per_channel else joined.new_empty(0)
     initial = [y.to(dtype) for y in tensors[sequences + parameters :]]

@@ -26,6 +26,7 @@ KINDS = {
     "SRU": {},
     "ParaGRU": {},
     "ParaLSTM": {},
+    "SLSTM": {"num_heads": 2},
 }
 SIZES = {
     "one layer": {},

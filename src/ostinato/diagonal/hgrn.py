@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.matmul.gemm import linear
 from ostinato.layers import draw_parameters
 from ostinato.recurrence import recurrence
+from ostinato.recurrence_layers import Parameters, RecurrenceLayers, Run
 from ostinato.states import Hidden
 
 
@@ -16,7 +16,7 @@ def hgrn(c: Tensor, f: Tensor, lower_bound: Tensor) -> tuple[Tensor, Tensor]:
     return lower_bound + (1 - lower_bound) * torch.sigmoid(f), (1 - lower_bound) * torch.sigmoid(-f) * F.silu(c)
 
 
-class HGRN(DiagonalLayers[Tensor]):
+class HGRN(RecurrenceLayers[Tensor]):
     r"""Stacked hierarchically gated recurrent units with a real state (section 3 of Qin et al. 2023, arXiv 2311.04823).
 
     .. math::

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.checks import check_choice
-from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.matmul.gemm import linear
 from ostinato.layers import draw_parameters
 from ostinato.recurrence import recurrence
+from ostinato.recurrence_layers import Parameters, RecurrenceLayers, Run
 from ostinato.states import Hidden
 
 
@@ -21,7 +21,7 @@ def indrnn_tanh(h: Tensor, x: Tensor, u: Tensor) -> Tensor:
     return torch.tanh(x + u * h)
 
 
-class IndRNN(DiagonalLayers[Tensor]):
+class IndRNN(RecurrenceLayers[Tensor]):
     r"""Stacked independently recurrent layers (section 3 of Li et al. 2018, arXiv 1803.04831).
 
     .. math:: h_t = \phi(W x_t + u \odot h_{t-1} + b), \quad \phi = \operatorname{relu} \text{ or } \tanh
@@ -44,7 +44,7 @@ class IndRNN(DiagonalLayers[Tensor]):
         torch.Size([100, 4, 16])
     """
 
-    settings = *DiagonalLayers.settings, "nonlinearity"
+    settings = *RecurrenceLayers.settings, "nonlinearity"
 
     def __init__(
         self,

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.checks import check_numbers
-from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.matmul.gemm import linear
 from ostinato.recurrence import recurrence
+from ostinato.recurrence_layers import Parameters, RecurrenceLayers, Run
 from ostinato.states import Hidden
 
 
@@ -22,7 +22,7 @@ def lru(
     return a * real - b * imaginary + gamma * u, a * imaginary + b * real + gamma * v
 
 
-class LRU(DiagonalLayers[tuple[Tensor, Tensor]]):
+class LRU(RecurrenceLayers[tuple[Tensor, Tensor]]):
     r"""Stacked linear recurrent units with a complex state (section 3 of Orvieto et al. 2023, arXiv 2303.06349).
 
     .. math::

@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.matmul.gemm import linear
 from ostinato.recurrence import recurrence
+from ostinato.recurrence_layers import Parameters, RecurrenceLayers, Run
 from ostinato.states import Hidden, State
 
 
@@ -51,7 +51,7 @@ def para_lstm(
     return torch.sigmoid(a_o * h_before + p_o * c + o + b_o) * torch.tanh(c), c
 
 
-class _ParaLayers(DiagonalLayers[State]):
+class _ParaLayers(RecurrenceLayers[State]):
     """The base class of ParaGRU and ParaLSTM.
 
     The bias is added by the recurrence, not by the matrix product: its gradient is then summed where that of the gates

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.matmul.gemm import linear
 from ostinato.recurrence import recurrence
+from ostinato.recurrence_layers import Parameters, RecurrenceLayers, Run
 from ostinato.states import Hidden
 
 
@@ -14,7 +14,7 @@ def qrnn(z: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sigmoid(f), torch.sigmoid(-f) * torch.tanh(z)
 
 
-class QRNN(DiagonalLayers[Tensor]):
+class QRNN(RecurrenceLayers[Tensor]):
     r"""Stacked quasi-recurrent layers with fo-pooling (section 2 of Bradbury et al. 2016, arXiv 1611.01576).
 
     .. math::

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.checks import check_integers
-from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.matmul.gemm import linear
 from ostinato.recurrence import recurrence
+from ostinato.recurrence_layers import Parameters, RecurrenceLayers, Run
 from ostinato.states import Hidden
 
 DECAY_SCALE = 8  # the paper's c
@@ -22,7 +22,7 @@ def rg_lru(x: Tensor, r: Tensor, i: Tensor, log_lambda: Tensor) -> tuple[Tensor,
     return torch.exp(log_a), torch.sqrt(TINY - torch.expm1(2 * log_a)) * torch.sigmoid(i) * x
 
 
-class RGLRU(DiagonalLayers[Tensor]):
+class RGLRU(RecurrenceLayers[Tensor]):
     r"""Stacked real-gated linear recurrent units (section 2.4 of De et al. 2024, Griffin, arXiv 2402.19427).
 
     .. math::
@@ -58,7 +58,7 @@ class RGLRU(DiagonalLayers[Tensor]):
         (torch.Size([4, 100, 32]), torch.Size([1, 4, 32]))
     """
 
-    settings = *DiagonalLayers.settings, "num_blocks"
+    settings = *RecurrenceLayers.settings, "num_blocks"
 
     def __init__(
         self,

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.matmul.gemm import linear
 from ostinato.recurrence import recurrence
+from ostinato.recurrence_layers import Parameters, RecurrenceLayers, Run
 from ostinato.states import Hidden
 
 SRU_SCALE = math.sqrt(3)  # keeps the variance of the highway's input at initialisation, where its gate is half open
@@ -25,7 +25,7 @@ def sru(
     return r * c + (1 - r) * SRU_SCALE * skip, c
 
 
-class SRU(DiagonalLayers[Tensor]):
+class SRU(RecurrenceLayers[Tensor]):
     r"""Stacked simple recurrent units (section 3 of Lei et al. 2018, arXiv 1709.02755).
 
     .. math::

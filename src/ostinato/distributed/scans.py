@@ -111,7 +111,8 @@ def run_recurrence(
     /,
     *arguments: Tensor,
     group: ProcessGroup | DeviceMesh,
-    h0: Tensor | None = None,
+    weight_hh: Tensor | None = None,
+    h0: Any = None,
     resets: Tensor | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -145,7 +146,7 @@ def run_recurrence(
         arguments = recurrence.in_order(arguments, named)
     options: dict[str, Any] = {"resets": resets, "reverse": reverse, "cu_seqlens": cu_seqlens, "backend": backend}
     if group.size() == 1:
-        return recurrence(*arguments, h0=h0, **options)
+        return recurrence(*arguments, weight_hh=weight_hh, h0=h0, **options)
     if recurrence.states:
         raise ValueError(f"recurrence must be linear in its state to run over a sharded sequence; {recurrence} is not")
     _, dtype, states = recurrence.check(arguments, h0, Order(cu_seqlens, resets, reverse), backend)

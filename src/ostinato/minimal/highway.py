@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.matmul.gemm import linear
 from ostinato.minimal.recurrences import RECURRENCES
+from ostinato.recurrence_layers import Parameters, RecurrenceLayers, Run
 from ostinato.states import Hidden
 
 
-class HighwayMinGRU(DiagonalLayers[Tensor]):
+class HighwayMinGRU(RecurrenceLayers[Tensor]):
     r"""Stacked minimal GRU layers, each with a highway connection, as in PufferLib's policies.
 
     .. math::

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ostinato.checks import check_choice, check_integers
-from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.episodes import in_reverse, in_reverse_of_rows
 from ostinato.kernels.matmul.gemm import linear
 from ostinato.kernels.matmul.precision import autocast_dtype
@@ -14,18 +13,19 @@ from ostinato.kernels.operators.eager import is_eager
 from ostinato.kernels.recurrence.linear.layer import layer_scan, projected_scan
 from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
 from ostinato.minimal.steps import StepCache, next_state, uses_next_state
+from ostinato.recurrence_layers import Parameters, RecurrenceLayers, Run
 from ostinato.replay import recording
 from ostinato.states import Hidden
 
 _STEPS = StepCache()
 
 
-class _MinimalLayers(DiagonalLayers[Tensor]):
+class _MinimalLayers(RecurrenceLayers[Tensor]):
     """Stacked layers of one minimal cell, around ``layer_scan``."""
 
     cell: str
     reads_packed = True
-    settings = *DiagonalLayers.settings, "candidate"
+    settings = *RecurrenceLayers.settings, "candidate"
 
     def __init__(
         self,

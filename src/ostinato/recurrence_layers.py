@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.episodes import in_reverse
+from ostinato.kernels.recurrence.weighted.definition import with_products
 from ostinato.layers import StackedLayers
 from ostinato.recurrence import Recurrence, takes_steps
 from ostinato.replay import recording
@@ -19,7 +20,7 @@ Run = Callable[..., tuple[Any, Any]]
 Parameters = dict[str, Any]  # tensors by name, None for an absent bias
 
 
-class DiagonalLayers(StackedLayers[State]):
+class RecurrenceLayers(StackedLayers[State]):
     """Layers that run a :func:`ostinato.recurrence`; see :meth:`_run_cell`."""
 
     reads_packed = False  # whether :meth:`_run_layer` takes the rows of a PackedSequence as they lie
@@ -28,8 +29,9 @@ class DiagonalLayers(StackedLayers[State]):
         """The outputs and last states of one layer in one direction, from its parameters `p`, by name, and its input.
 
         ``run(recurrence, *arguments)`` calls the recurrence, time and batch laid out as in `x`, and returns the states
-        and the last ones.  The recurrence's sequences may be concatenated in one argument, and its parameters in
-        another.  Where the recurrence has two states and the layer one, both start from the layer's.
+        and the last ones; recurrent weights are its option ``weight_hh``.  The recurrence's sequences may be
+        concatenated in one argument, and its parameters in another.  Where the recurrence has two states and the layer
+        one, both start from the layer's.
         """
         raise NotImplementedError
 
@@ -89,7 +91,12 @@ class DiagonalLayers(StackedLayers[State]):
         return y, each(lambda state: state[None], after)
 
     def _run_recurrence(
-        self, options: dict[str, Any], batch_first: bool, function: Recurrence, *arguments: Tensor
+        self,
+        options: dict[str, Any],
+        batch_first: bool,
+        function: Recurrence,
+        *arguments: Tensor,
+        weight_hh: Tensor | None = None,
     ) -> tuple[Any, Any]:
         """The ``run`` of :meth:`_run_cell` for whole sequences."""
         h0 = options["h0"]
@@ -103,6 +110,8 @@ class DiagonalLayers(StackedLayers[State]):
             if are_concatenated:
                 arguments = function.split_arguments(*arguments)
             run = functools.partial(distributed.run_recurrence, function, group=self.sequence_group())
+        if weight_hh is not None:
+            options = {**options, "weight_hh": weight_hh}
         if batch_first:
             return run(*arguments, **options, backend=self.backend)
         arguments = tuple(x.transpose(0, 1) if x.dim() == 3 else x for x in arguments)
@@ -110,12 +119,14 @@ class DiagonalLayers(StackedLayers[State]):
         return each(lambda x: x.transpose(0, 1), h), h_last
 
 
-def _run_step(states: list[Tensor], function: Recurrence, *arguments: Tensor) -> tuple[Any, Any]:
-    """The ``run`` of :meth:`DiagonalLayers._run_cell` for a single step."""
+def _run_step(
+    states: list[Tensor], function: Recurrence, *arguments: Tensor, weight_hh: Tensor | None = None
+) -> tuple[Any, Any]:
+    """The ``run`` of :meth:`RecurrenceLayers._run_cell` for a single step."""
     if len(arguments) < len(function.names):
         arguments = function.split_arguments(*arguments)
     if function.states == 2 and len(states) == 1:
         states = states * 2
-    after = function.step(arguments, states)
-    result = tuple(after) if function.states == 2 else after[0]
+    after = function.step(arguments if weight_hh is None else with_products(arguments, states[0], weight_hh), states)
+    result = tuple(after) if function.states > 1 else after[0]
     return result, result

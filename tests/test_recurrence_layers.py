@@ -104,6 +104,19 @@ def min_lstm(p, x, state):
     return h, (h,)
 
 
+def slstm(p, x, state):
+    (h, c, n, m), weights = state, p("weight_hh")
+    of_heads = [(weight @ part).chunk(4) for weight, part in zip(weights, h.chunk(len(weights)), strict=True)]
+    inputs = (p("weight_ih") @ x + p("bias_ih")).chunk(4)
+    i, f, z, o = (y + torch.cat(parts) for y, parts in zip(inputs, zip(*of_heads, strict=True), strict=True))
+    log_f = m - torch.log(1 + torch.exp(-f))
+    largest = torch.where((n == 0) | (i > log_f), i, log_f)
+    old, new = torch.exp(log_f - largest), torch.exp(i - largest)
+    c, n = old * c + new * torch.tanh(z), old * n + new
+    h = torch.sigmoid(o) * (c / n)
+    return h, (h, c, n, largest)
+
+
 LAYERS = {
     "MinGRU": (ostinato.MinGRU, min_gru, {"candidate": "tanh"}),
     "MinLSTM": (ostinato.MinLSTM, min_lstm, {"candidate": "linear"}),
@@ -117,6 +130,7 @@ LAYERS = {
     "ParaGRU": (ostinato.ParaGRU, para_gru, {}),
     "ParaLSTM": (ostinato.ParaLSTM, para_lstm, {}),
     "HighwayMinGRU": (ostinato.HighwayMinGRU, highway_min_gru, {}),
+    "SLSTM": (ostinato.SLSTM, slstm, {"num_heads": 2}),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
@@ -272,9 +286,8 @@ def test_states_detached_in_place_cut_the_gradient(name):
 @every_layer
 def test_shapes_are_those_of_torch_nn(name):
     cls, _, settings = LAYERS[name]
-    peer_class = torch.nn.LSTM if cls.states == 2 else torch.nn.GRU
     for arguments in ((3, 6, 2, True, True, 0.0, True), (3, 6, 1, False)):
-        module, peer = cls(*arguments, backend="torch", **settings), peer_class(*arguments)
+        module, peer = cls(*arguments, backend="torch", **settings), torch.nn.GRU(*arguments)
         for x in (
             torch.randn(4, 2, 3),
             torch.randn(7, 3),
@@ -285,7 +298,7 @@ def test_shapes_are_those_of_torch_nn(name):
                 continue
             (output, h_n), (want, want_n) = module(x), peer(x)
             assert output.shape == want.shape
-            assert [s.shape for s in as_tuple(h_n)] == [s.shape for s in as_tuple(want_n)]
+            assert [s.shape for s in as_tuple(h_n)] == [want_n.shape] * cls.states
         assert any(key.startswith("bias") for key in module.state_dict()) == arguments[3]
 
 
