@@ -272,6 +272,20 @@ def weighted(in_clusters, block_groups, cell, *layer):
     cuda_launch.check(0)
 
 
+def heads(in_clusters, cell, width, count, batch, dtype):
+    """Kernels of a generated cell for several heads, at once and one after another."""
+    properties = torch.cuda.get_device_properties(0)
+    for backward in FLAGS:
+        layer = width // count, batch, dtype
+        found = persistent_geometries.generated(test_weighted.printed(cell), *layer, backward, properties=properties)
+        for chosen in (g for g in found if (g.cluster > 1 or g.distributed) == in_clusters):
+            for at_once in {1, count if chosen.blocks * chosen.groups * count <= 132 else 1}:
+                case = test_weighted.Case(cell, width, batch, dtype, 6, at_once == 1, 0.3, heads=count)
+                run = case.backward if backward else case.forward
+                run(Persistent(chosen._replace(heads=count, heads_at_once=at_once)))
+    cuda_launch.check(0)
+
+
 def stacks(cell):
     """Layers at once, whose chunks are parts of tensors; their products are cuBLAS's."""
     with pytest.MonkeyPatch.context() as patch:
@@ -332,6 +346,8 @@ for kind, in_clusters in {"persistent": False, "clusters": True}.items():
     PARTS[f"{kind}-rounded"] = partial(rounded, in_clusters)
     PARTS[f"{kind}-weighted"] = partial(weighted, in_clusters, 1, *test_weighted.SMALL)
     PARTS[f"{kind}-weighted-adjacent"] = partial(weighted, in_clusters, 1, *test_weighted.LARGE)
+    for layer in test_weighted.HEADS[:3]:
+        PARTS[f"{kind}-heads-{layer[2]}"] = partial(heads, in_clusters, *layer)
     PARTS[f"{kind}-ping-pong-weighted"] = partial(weighted, in_clusters, 2, *test_weighted.LARGE)
     PARTS[f"{kind}-ping-pong"] = partial(ping_pong, in_clusters, "gru", 512, 128, torch.float16)
     PARTS[f"{kind}-ping-pong-rounded"] = partial(ping_pong, in_clusters, "lstm", 512, 64, torch.float32)

@@ -34,8 +34,8 @@ class RecurrentLayer(Protocol):
 CELLS: dict[str, Callable[..., RecurrentLayer]] = {
     cell.__name__.lower(): cell
     for cell in (
-        *(MinGRU, MinLSTM, GRU, LSTM, SLSTM, HighwayMinGRU),
-        *(RGLRU, HGRN, LRU, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM),
+        *(MinGRU, MinLSTM, GRU, LSTM, HighwayMinGRU),
+        *(RGLRU, HGRN, LRU, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM, SLSTM),
     )
 }
 

@@ -43,7 +43,7 @@ class SLSTM(RecurrenceLayers[FourTensors]):
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
-        num_heads: a divisor of ``hidden_size``; if absent, the paper's 4, or the largest smaller power of 2 that is one.
+        num_heads: a divisor of ``hidden_size``; if absent, the paper's 4, or else 2 or 1.
         backend, device, dtype: as :class:`ostinato.MinGRU`.
 
     Inputs, outputs and ``resets``: as :class:`ostinato.MinGRU`, except that ``hx`` and ``h_n`` are tuples of h, c, n

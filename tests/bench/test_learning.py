@@ -221,7 +221,7 @@ def test_pruned_losses_are_those_of_the_densities(tmp_path):
     ("arguments", "message"),
     [
         (["characters", "--text", "absent.txt"], "absent.txt: No such file"),
-        (["copying", "--cells", "gruu"], "paralstm; got 'gruu'"),
+        (["copying", "--cells", "gruu"], "slstm; got 'gruu'"),
         (["copying", "--items", "9", "--length", "8"], "items must be at least 1 and at most length, 8; got 9"),
         (["bits", "--questions", "parity,odd"], "questions must be some of first, majority, parity; got 'odd'"),
         (["pruning", "--text", "other.json", "--densities", "0.5,a"], "with commas between; got '0.5,a'"),

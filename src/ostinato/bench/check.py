@@ -113,4 +113,4 @@ class ChannelCheck:
 
     def _inputs(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Those of the tensors that have a time axis: a and b of a scan, x of a layer."""
-        return tuple(x for x in tensors if x.dim() == 3)
+        return tuple(x for x in tensors if x.dim() == 3)[: len(self.work.inputs)]

@@ -17,6 +17,7 @@ from ostinato.bench.workloads import (
     ParaLayer,
     RecurrentLayer,
     Scan,
+    SLSTMLayer,
     Training,
     Workload,
     short_name,
@@ -125,7 +126,11 @@ def networks(dtype: torch.dtype, who: tuple[str, ...], *names: str) -> list[Work
 QUICK: dict[str, list[Workload]] = {
     "scan": [Scan(1, 4096, 256)],
     "layer": [Layer("mingru", 1, 1024, 256, 256), Layer("minlstm", 1, 1024, 256, 256)],
-    "recurrence": [*(Equation(cell, 1, 1024, 256) for cell in EQUATIONS), ParaLayer("ParaGRU", 1, 1024, 64, 64)],
+    "recurrence": [
+        *(Equation(cell, 1, 1024, 256) for cell in EQUATIONS),
+        ParaLayer("ParaGRU", 1, 1024, 64, 64),
+        SLSTMLayer("SLSTM", 4, 100, 64, 64),
+    ],
     "persistent": [RecurrentLayer(cell, 384, length=1000, **PRUNED_ON_HOST) for cell in ("GRU", "LSTM")],
     "training": [
         *(Training(cell, 256, 1, 200, dtype=f32, who=IN_GRAPHS) for cell in ("GRU", "LSTM")),
@@ -243,6 +248,10 @@ ON_CUDA: dict[str, list[Workload]] = {
             for sizes in ((8, 4096, 1024, 1024), (1, 65536, 1024, 1024), (64, 512, 512, 512))
         ),
         *(Equation(cell, 8, 4096, 1536, dtype) for dtype in (bf16, f32) for cell in EQUATIONS),
+        *(SLSTMLayer("SLSTM", 16, 512, width, width, bf16) for width in (768, 1024, 2048)),
+        SLSTMLayer("SLSTM", 64, 512, 768, 768, bf16),
+        SLSTMLayer("SLSTM", 16, 512, 768, 768, bf16, heads=1),
+        SLSTMLayer("SLSTM", 16, 512, 1024, 1024, bf16, heads=16),
     ],
     "persistent": [
         *(

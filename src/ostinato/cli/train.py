@@ -36,6 +36,7 @@ CELLS = (  # as in ostinato.models, which is too slow to import for a help text
     "indrnn",
     "paragru",
     "paralstm",
+    "slstm",
 )
 Files, Model, Training, Machine = (
     partial(Option, rich_help_panel=panel) for panel in ("Files", "Model", "Training", "Machine")

@@ -12,7 +12,7 @@ from ostinato.models import CELLS
 PUBLISHED_TEXT = "tinyshakespeare.txt"
 PUBLISHED_LOSS = {"mingru": 1.548, "minlstm": 1.555}
 NAMES = {name: cell.__name__ for name, cell in CELLS.items()} | {"mingru": "minGRU", "minlstm": "minLSTM"}
-COLORS = dict(zip(CELLS, (*(f"C{number}" for number in range(10)), "black", "gold", "navy"), strict=True))
+COLORS = dict(zip(CELLS, (*(f"C{number}" for number in range(10)), "black", "gold", "navy", "teal"), strict=True))
 
 
 def name_of(run: dict[str, Any]) -> str:

@@ -1,14 +1,23 @@
-"""Contestants of a minGRU or minLSTM, and of a ParaGRU or ParaLSTM."""
+"""Contestants of a minGRU or minLSTM, of a ParaGRU or ParaLSTM, and of an SLSTM."""
 
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import ostinato
-from ostinato.bench.peers.prepare import Build, import_peer, leaves, need_cuda, over_time, time_first
-from ostinato.bench.workloads import OURS, Layer, ParaLayer, Run, Unavailable
+from ostinato.bench.peers.prepare import (
+    Build,
+    flashrnn_functions,
+    import_peer,
+    leaves,
+    need_cuda,
+    over_time,
+    time_first,
+)
+from ostinato.bench.workloads import OURS, Layer, ParaLayer, Run, SLSTMLayer, Unavailable, name_of
 
 TIME_LOOP, FROM_HOST = "Ostinato, time loop", "Ostinato, with the transfer"
 CELL_LOOPS = {"mingru": "torch.nn.GRUCell, time loop", "minlstm": "torch.nn.LSTMCell, time loop"}
@@ -90,7 +99,7 @@ def torch_cell_loop(cell_type: type[nn.GRUCell] | type[nn.LSTMCell], work: Layer
     return Run(lambda: over_time(step, x.unbind(0), None), inputs, time_first, same_function=False)
 
 
-def our_para_layer(work: ParaLayer, data: tuple[Tensor, ...]) -> Run:
+def our_layer(work: ParaLayer | SLSTMLayer, data: tuple[Tensor, ...]) -> Run:
     (x,), layer = leaves(data[0]), work.layer(data)
     return Run(lambda: layer(x)[0], (x, *layer.parameters()), has_bias=True)
 
@@ -112,6 +121,41 @@ def pararnn(work: ParaLayer, data: tuple[Tensor, ...]) -> Run:
     return Run(lambda: layer(x), (x, *layer.parameters()), has_bias=True)
 
 
+def slstm_loop(work: SLSTMLayer, data: tuple[Tensor, ...]) -> Run:
+    """The same function in a loop over time in PyTorch."""
+    (x,), layer = leaves(data[0]), work.layer(data)
+    layer.backend = "torch"
+    return Run(lambda: layer(x)[0], (x, *layer.parameters()), has_bias=True)
+
+
+def flashrnn(work: SLSTMLayer, data: tuple[Tensor, ...]) -> Run:
+    """FlashRNN's persistent kernel, which takes the gates of each unit adjacent in memory."""
+    need_cuda(data[0])
+    x, weight, bias, *recurrent = data
+    units, functions = work.channels // work.heads, flashrnn_functions(x.device)
+    config = functions.FlashRNNConfig(
+        backend="cuda_fused",
+        function="slstm",
+        head_dim=units,
+        num_heads=work.heads,
+        batch_size=work.batch,
+        dtype=name_of(work.dtype),
+        input_shape="TBGHD",
+        output_shape="STBHD",
+    )
+    weight = weight.unflatten(0, (4, -1)).transpose(0, 1).flatten(0, 1)
+    weight_hh = torch.stack(recurrent).unflatten(1, (4, -1)).transpose(0, 1).contiguous()
+    inputs = leaves(time_first(x).contiguous(), weight, weight_hh, bias.view(4, work.heads, units))
+
+    def call() -> Tensor:
+        x, weight, weight_hh, bias = inputs
+        gates = F.linear(x, weight).unflatten(-1, (work.heads, units, 4)).movedim(-1, 2)
+        states, _ = functions.flashrnn(gates, weight_hh, bias, None, config=config)
+        return states[0].flatten(2)
+
+    return Run(call, inputs, time_first, has_bias=True)
+
+
 def minimal(cell: str, name: str, layer_type: Any, cell_type: Any) -> dict[str, Build]:
     """The contestants of minGRU or minLSTM."""
     return {
@@ -130,6 +174,7 @@ def minimal(cell: str, name: str, layer_type: Any, cell_type: Any) -> dict[str, 
 CONTESTANTS: dict[str, dict[str, Build]] = {
     "mingru": minimal("mingru", "minGRU", nn.GRU, nn.GRUCell),
     "minlstm": minimal("minlstm", "minLSTM", nn.LSTM, nn.LSTMCell),
-    "ParaGRU": {OURS: our_para_layer, "pararnn-torch": pararnn},
-    "ParaLSTM": {OURS: our_para_layer, "pararnn-torch": pararnn},
+    "ParaGRU": {OURS: our_layer, "pararnn-torch": pararnn},
+    "ParaLSTM": {OURS: our_layer, "pararnn-torch": pararnn},
+    "SLSTM": {OURS: our_layer, "its equation in a loop": slstm_loop, "flashrnn": flashrnn},
 }

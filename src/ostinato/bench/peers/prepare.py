@@ -22,6 +22,19 @@ def import_peer(module: str, package: str) -> Any:
         raise Unavailable(f"{package}{NOT_INSTALLED} ({error})") from error
 
 
+def flashrnn_functions(device: torch.device) -> Any:
+    """FlashRNN's module of functions; raises Unavailable if it is not installed."""
+    functions = import_peer("flashrnn.flashrnn.flashrnn", "flashrnn")
+    properties: Any = torch.cuda.get_device_properties(device)
+    functions.get_gpu_info = lambda device_id: {  # its own does not compile with CUDA 13
+        "maxThreadsPerBlock": 1024,
+        "regsPerMultiprocessor": properties.regs_per_multiprocessor,
+        "multiProcessorCount": properties.multi_processor_count,
+        "sharedMemPerBlockOptin": properties.shared_memory_per_block_optin,
+    }
+    return functions
+
+
 def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return views of the tensors that are leaves of autograd's graph and require gradients."""
     return tuple(x.detach().requires_grad_() for x in tensors)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ostinato
-from ostinato.bench.peers.prepare import Build, captured, import_peer, need_cuda, over_time
+from ostinato.bench.peers.prepare import Build, captured, flashrnn_functions, import_peer, need_cuda, over_time
 from ostinato.bench.workloads import OURS, RECURRENT, RecurrentLayer, Run, Unavailable, name_of
 from ostinato.kernels.persistent.plan import KernelPath
 
@@ -123,16 +123,9 @@ def flashrnn(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
     For the persistent kernel, the input's product has the gates of each unit adjacent in memory.
     """
     need_cuda(data[0])
-    functions = import_peer("flashrnn.flashrnn.flashrnn", "flashrnn")
     if not (work.trained and work.is_plain and work.density == 1):
         raise Unavailable("measured for one dense layer and direction, not packed, without resets, trained")
-    properties: Any = torch.cuda.get_device_properties(data[0].device)
-    functions.get_gpu_info = lambda device_id: {  # its own does not compile with CUDA 13
-        "maxThreadsPerBlock": 1024,
-        "regsPerMultiprocessor": properties.regs_per_multiprocessor,
-        "multiProcessorCount": properties.multi_processor_count,
-        "sharedMemPerBlockOptin": properties.shared_memory_per_block_optin,
-    }
+    functions = flashrnn_functions(data[0].device)
     persistent, gates, hidden = work.cell != "GRU", work.gates, work.hidden
     weights = tuple(work.torch_layer(data, work.dtype).parameters())
     config = functions.FlashRNNConfig(

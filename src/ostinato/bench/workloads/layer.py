@@ -1,4 +1,4 @@
-"""Layers with a diagonal recurrence, bound by the GEMM of their pre-activations."""
+"""Layers of a recurrence, bound by the GEMM of their pre-activations."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from ostinato.diagonal.para import para_gru, para_lstm
 from ostinato.kernels.matmul.gemm import linear
 from ostinato.kernels.scan import reference
 from ostinato.minimal.recurrences import GATES, RECURRENCES
+from ostinato.slstm import slstm
 
 
 @dataclass(frozen=True)
@@ -110,3 +111,37 @@ class ParaLayer(Layer):
         function = para_gru if self.cell == "ParaGRU" else para_lstm
         h, _ = function(*F.linear(x, weight).chunk(3, -1), *recurrent, *bias.chunk(3), backend="cpu")
         return h if self.cell == "ParaGRU" else h[0]
+
+
+@dataclass(frozen=True)
+class SLSTMLayer(Layer):
+    """A layer of SLSTM."""
+
+    heads: int = 4
+
+    kind = "recurrence"
+    gates: ClassVar[int] = 4
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} in {self.heads} heads"
+
+    def data(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Draw the tensors of a :class:`Layer`, then the recurrent weights of each head, (4 * units, units)."""
+        units = self.channels // self.heads
+        shape = self.heads, 4 * units, units
+        return *super().data(device), *(torch.randn(shape, device=device, dtype=self.dtype) * units**-0.5)
+
+    def layer(self, data: tuple[Tensor, ...]) -> Any:
+        """Our layer."""
+        x, weight, bias, *recurrent = data
+        sizes = self.input_size, self.channels
+        layer = ostinato.SLSTM(*sizes, batch_first=True, num_heads=self.heads, device=x.device, dtype=self.dtype)
+        layer.load_state_dict({"weight_ih_l0": weight, "bias_ih_l0": bias, "weight_hh_l0": torch.stack(recurrent)})
+        return layer
+
+    def reference(self, inputs: list[Tensor], data: tuple[Tensor, ...], channels: list[int], _bias: bool) -> Tensor:
+        x = inputs[0]
+        weight, bias, *recurrent = (part.to(x) for part in data[1:])
+        gates = F.linear(x, weight, bias).chunk(4, -1)
+        (h, *_), _ = slstm(*gates, weight_hh=torch.stack(recurrent), backend="cpu")
+        return h[..., channels]

@@ -1,6 +1,7 @@
 """Computes each step by a matrix product and a generated loop or kernel, where no persistent kernel fits."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +20,14 @@ def forward(layer: Layer, rows: Tensor, training: bool) -> tuple[list[Tensor], l
     weight, parameters = layer.weight_hh.to(work.dtype), [*layer.parameters.to(work.dtype)]
     states = [work.new_empty(len(rows), width) for _ in range(trace.states)]
     carried = _carried(layer.initial, trace.states, work.new_zeros(sequences.batch, width))
-    advance = _forward_step(layer, work, parameters, carried, states)
+    advance, add = _forward_step(layer, work, parameters, carried, states), _adder(layer, weight.mT)
+    with_products = layer.with_products
     for step in sequences.steps(rows):
         live = step.stop - step.start
         if sequences.resets is not None:
             for x in carried:
                 x[:live].masked_fill_(sequences.resets[step, None], 0.0)
-        _add_products(layer, work[step, : layer.with_products], carried[0][:live], weight.mT)
+        add(work[step, :with_products], carried[0][:live])
         advance(step)
     states, last = ([x.to(rows.dtype) for x in own] for own in (states, carried))
     return states, last, work.to(rows.dtype) if training else None
@@ -46,23 +48,32 @@ def backward(
     carried = _carried(grads_last, trace.states, work.new_zeros(sequences.batch, width))
     grads = [None if x is None else _widened(x) for x in grads]
     step_back, totals = _backward_step(layer, work, parameters, carried, [*map(_widened, before)], grads, grad_rows)
+    with_products, add = layer.with_products, _adder(layer, weight)
     for step in reversed(sequences.steps(rows)):
         live = step.stop - step.start
         step_back(step)
-        _add_products(layer, carried[0][:live], grad_rows[step, : layer.with_products], weight)
+        add(carried[0][:live], grad_rows[step, :with_products])
         if sequences.resets is not None:
             for x in carried:
                 x[:live].masked_fill_(sequences.resets[step, None], 0.0)
     return grad_rows.to(rows.dtype), totals(), [x.to(rows.dtype) for x in carried]
 
 
-def _add_products(layer: Layer, onto: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Add the products of x, (rows, ...), with a matrix, or of each head's part of x with its matrix."""
+def _adder(layer: Layer, weight: Tensor) -> Callable[[Tensor, Tensor], Any]:
+    """A function that adds to its first argument the products of its second, (rows, ...), with a matrix.
+
+    Of several heads, those of each head's part with the head's matrix.
+    """
     if weight.dim() == 2:
-        onto.addmm_(x, weight)
-        return
-    products = torch.bmm(layer.by_head(x).flatten(2), weight)
-    layer.by_head(onto).add_(products.unflatten(-1, (-1, layer.width // layer.heads)))
+        return lambda onto, x: onto.addmm_(x, weight)
+    heads, units = layer.heads, layer.width // layer.heads
+
+    def add(onto: Tensor, x: Tensor) -> None:
+        rows = len(x)
+        products = torch.bmm(x.view(rows, -1, heads, units).permute(2, 0, 1, 3).flatten(2), weight)
+        onto.view(rows, -1, heads, units).add_(products.view(heads, rows, -1, units).permute(1, 2, 0, 3))
+
+    return add
 
 
 def _widened(x: Tensor, copy: bool = False) -> Tensor:
