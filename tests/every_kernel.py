@@ -346,8 +346,8 @@ for kind, in_clusters in {"persistent": False, "clusters": True}.items():
     PARTS[f"{kind}-rounded"] = partial(rounded, in_clusters)
     PARTS[f"{kind}-weighted"] = partial(weighted, in_clusters, 1, *test_weighted.SMALL)
     PARTS[f"{kind}-weighted-adjacent"] = partial(weighted, in_clusters, 1, *test_weighted.LARGE)
-    for layer in test_weighted.HEADS[:3]:
-        PARTS[f"{kind}-heads-{layer[2]}"] = partial(heads, in_clusters, *layer)
+    for case in test_weighted.HEADS[:3]:
+        PARTS[f"{kind}-heads-{case[2]}"] = partial(heads, in_clusters, *case)
     PARTS[f"{kind}-ping-pong-weighted"] = partial(weighted, in_clusters, 2, *test_weighted.LARGE)
     PARTS[f"{kind}-ping-pong"] = partial(ping_pong, in_clusters, "gru", 512, 128, torch.float16)
     PARTS[f"{kind}-ping-pong-rounded"] = partial(ping_pong, in_clusters, "lstm", 512, 64, torch.float32)

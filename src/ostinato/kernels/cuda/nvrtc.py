@@ -128,6 +128,19 @@ def _compiler_version() -> str:
     return f"{metadata.version('cuda-bindings')} {torch.version.cuda}"
 
 
+@functools.cache
+def most_parameter_bytes() -> int:
+    """The bytes that a kernel's parameters may take, of CUDA 12.1 or later, compiler and driver alike, 32,764.
+
+    NVRTC is that of PyTorch's CUDA version.
+    """
+    from cuda.bindings import driver
+
+    major, minor = map(int, str(torch.version.cuda).split(".")[:2])
+    version = min(1000 * major + 10 * minor, _succeeded(driver.cuDriverGetVersion()))
+    return 32764 if version >= 12010 else 4096
+
+
 def memory_bandwidth(device: int) -> float:
     """The theoretical peak bandwidth of a GPU's memory in bytes per second."""
     from cuda.bindings import driver

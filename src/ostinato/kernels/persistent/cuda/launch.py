@@ -49,8 +49,8 @@ def _parameters(beside: int) -> tuple[tuple[str, ...], struct.Struct]:
 
 
 def most_heads(cell: Cell) -> int:
-    """The most heads that one launch can compute, whose parameters must all fit into those of a kernel, 4 KB."""
-    return 4096 // _parameters(cell.beside)[1].size
+    """The most heads that one launch can compute: all have parameters of their own."""
+    return nvrtc.most_parameter_bytes() // _parameters(cell.beside)[1].size
 
 
 @functools.cache
