@@ -84,6 +84,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"papers-{name}": partial(papers.sweep, name) for name in papers.SWEEPS},
     "recurrence-gpu": partial(comparison, "recurrence-gpu", share, unit="bytes"),
     "recurrence-layers-gpu": partial(comparison, "recurrence-gpu", milliseconds, limit=True, unit="flops"),
+    "recurrence-slstm": partial(comparison, "slstm-gpu", milliseconds, limit=True),
     "recurrence-cpu": partial(comparison, "recurrence-cpu", milliseconds),
     "recurrence-errors-gpu": partial(comparison, "recurrence-gpu", error),
     "persistent-pruned": partial(

@@ -39,6 +39,12 @@ HEADLINES = {
             "LSTM 1024 B16 T256 dense bfloat16",
             "forward+backward",
         ),
+        (
+            "sLSTM in 4 heads, trained, 16 × 512 steps, 1,024 units, bf16",
+            "slstm",
+            "SLSTM (16, 512, 1024) to 1024 bfloat16 in 4 heads",
+            "forward+backward",
+        ),
         ("GRU, 16 × 256 steps, 1,024 units, bf16", "persistent", "GRU 1024 B16 T256 dense bfloat16", "forward"),
         (
             "LSTM, 4 × 256 steps, 4,608 units, a tenth kept, fp16",
@@ -82,7 +88,11 @@ GROUPS = {
     ),
 }
 # Where a run measured only some workloads of another kind: its command; and which contestant is ours, if not OURS.
-COMMANDS = {"flashrnn": 'training --only "T512 dense"', "equations": "training --only T256"}
+COMMANDS = {
+    "flashrnn": 'training --only "T512 dense"',
+    "equations": "training --only T256",
+    "slstm": "recurrence --only SLSTM",
+}
 OWN = {"equations": FROM_EQUATION}
 
 

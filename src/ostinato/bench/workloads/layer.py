@@ -123,7 +123,7 @@ class SLSTMLayer(Layer):
     gates: ClassVar[int] = 4
 
     def __str__(self) -> str:
-        return f"{super().__str__()} in {self.heads} heads"
+        return f"{super().__str__()} in {'one head' if self.heads == 1 else f'{self.heads} heads'}"
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
         """Draw the tensors of a :class:`Layer`, then the recurrent weights of each head, (4 * units, units)."""
