@@ -767,3 +767,20 @@ def test_a_linear_recurrence_takes_no_weights():
 def test_other_options_are_checked_with_weights_too(options, kind, message):
     with pytest.raises(kind, match=message):
         janet(X[:1], X[:1], weight_hh=W, **options)
+
+
+def test_plans_on_a_cpu():
+    x, weight = torch.randn(2, 5, 3), torch.randn(6, 3)
+    for f in (x, x[0, 0]):  # the latter is expanded, as by a call
+        plan = janet.plan(f, x, weight_hh=weight, training=True)
+        assert (plan.path, plan.has_kernel) == ("steps", False)
+        assert plan.reason == "on a CPU, every step is a matrix product and a generated loop"
+    for backend in ("torch", "reference"):
+        plan = janet.plan(x, c=x, weight_hh=weight, backend=backend)
+        assert plan.reason == "the function itself runs in PyTorch, step by step"
+    with pytest.raises(ValueError, match="weight_hh must have shape"):
+        janet.plan(x, x, weight_hh=torch.randn(9, 3))
+    with pytest.raises(TypeError, match="training must be a bool; got int"):
+        janet.plan(x, x, weight_hh=weight, training=1)
+    with pytest.raises(TypeError, match="takes the arguments f, c; got 1 by position and x by name"):
+        janet.plan(x, x=x, weight_hh=weight)

@@ -10,9 +10,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ostinato.checks import FLOAT_DTYPES, check_floating, check_integers, describe
+from ostinato.checks import FLOAT_DTYPES, check_flags, check_floating, check_integers, describe
 from ostinato.kernels.operators import export
 from ostinato.kernels.operators.eager import is_eager
+from ostinato.kernels.persistent.plan import Plan
 from ostinato.kernels.recurrence.arguments import by_kind, concatenated_states
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
@@ -20,6 +21,7 @@ from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence,
 from ostinato.kernels.recurrence.nonlinear.sequential import sequential
 from ostinato.kernels.recurrence.symbolic.tracer import call_function, expected_results, trace
 from ostinato.kernels.recurrence.weighted.definition import with_products
+from ostinato.kernels.recurrence.weighted.operator import plan_of
 from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.replay import recording
@@ -199,9 +201,7 @@ class Recurrence:
         order = Order(cu_seqlens, resets, reverse)
         first, dtype, initial = self.check(arguments, h0, order, backend)
         if weight_hh is not None:
-            like = arguments[first]
-            products = self._check_weights(weight_hh, self.names[first], like, like.shape[2], len(arguments))
-            arguments = *(x.expand_as(like) for x in arguments[:products]), *arguments[products:]
+            arguments = self._with_products(weight_hh, arguments, first)
         if self._has_kernels(arguments, initial, backend):
             arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
             result = self._by_one_step(arguments, first, list(initial.values()), order, backend, weight_hh)
@@ -270,6 +270,49 @@ class Recurrence:
     def traced(self, arguments: Sequence[Tensor]) -> str:
         """The trace for arguments with these dimensions, in the operators' format."""
         return _traced(id(self), tuple([x.dim() > 1 for x in arguments]))
+
+    def plan(
+        self,
+        /,
+        *arguments: Tensor,
+        weight_hh: Tensor,
+        resets: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        backend: str = "auto",
+        training: bool = False,
+        **named: Tensor,
+    ) -> Plan:
+        """How a call with recurrent weights runs, and why; the kernels are compiled for it.
+
+        Args:
+            arguments, weight_hh, resets, cu_seqlens, backend: those of the call; of tensors, only shapes, dtypes and
+                devices count.
+            training: whether gradients will be computed.
+
+        Returns:
+            ``path``, "dense" for a persistent kernel, "steps" where every step is computed by itself; ``has_kernel``,
+            whether it is a persistent kernel; ``bytes_on_chip``, of the weights, out of ``bytes_available``;
+            ``blocks``, the number of thread blocks; and the ``reason``.
+
+        Raises:
+            TypeError, ValueError: as the call.
+
+        Example:
+            >>> import torch, ostinato
+            >>> @ostinato.recurrence
+            ... def elman(h, x):
+            ...     return torch.tanh(x)
+            >>> elman.plan(torch.randn(2, 9, 8), weight_hh=torch.randn(8, 8)).reason  # on a CPU
+            'on a CPU, every step is a matrix product and a generated loop'
+        """
+        check_flags(training=training)
+        if named:
+            arguments = self.in_order(arguments, named)
+        order = Order(cu_seqlens, resets, False)
+        first, dtype, _ = self.check(arguments, None, order, backend)
+        check_cu_seqlens(cu_seqlens, arguments[first].shape[1])
+        arguments = self._with_products(weight_hh, arguments, first)
+        return plan_of(self.traced(arguments), weight_hh, arguments[first].to(dtype), order, backend, training)
 
     def check(
         self, arguments: tuple[Tensor, ...], h0: Any, order: Order, backend: str
@@ -438,6 +481,12 @@ class Recurrence:
                     f"{name} must be on the device of {self.names[sequences[0]]}, {device}; got {x.device}"
                 )
         return sequences[0], functools.reduce(torch.promote_types, (arguments[k].dtype for k in sequences))
+
+    def _with_products(self, weight_hh: Tensor, arguments: tuple[Tensor, ...], first: int) -> tuple[Tensor, ...]:
+        """The arguments, those that the checked weights' products are added to expanded to sequences."""
+        like = arguments[first]
+        products = self._check_weights(weight_hh, self.names[first], like, like.shape[2], len(arguments))
+        return *(x.expand_as(like) for x in arguments[:products]), *arguments[products:]
 
     def _check_weights(self, weight_hh: Tensor, name: str, like: Tensor, width: int, most: int) -> int:
         """Check ``weight_hh``, of `width` channels, against an argument; returns the number of its products.

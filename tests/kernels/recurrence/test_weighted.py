@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from comparisons import same_bits
 from gpus import H100
 from ostinato.kernels.cuda import nvrtc
+from ostinato.kernels.persistent import plan
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda.source import code, macros
 from ostinato.kernels.persistent.sequences import Sequences
@@ -178,17 +179,17 @@ def imagined(monkeypatch):
     monkeypatch.setattr(nvrtc, "most_parameter_bytes", lambda: PARAMETERS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
     monkeypatch.setattr(persistent, "compile_kernels", lambda *given: asked.append(given[5:]))
-    persistent._geometries.cache_clear()
+    persistent._plan.cache_clear()
     yield asked
-    persistent._geometries.cache_clear()
+    persistent._plan.cache_clear()
 
 
-def executor_of(cell, hidden, dtype, backward=False, training=False, batch=4, device="cpu", heads=1):
+def plan_of(cell, hidden, dtype, backward=False, training=False, batch=4, device="cpu", heads=1):
     # Of the tensors only shapes and dtypes are read.
     weight = torch.empty(1, 1, dtype=dtype, device=device).expand(CELLS[cell][3] * hidden, hidden)
     weight = weight if heads == 1 else weight[None, : len(weight) // heads, : hidden // heads].expand(heads, -1, -1)
     like = torch.empty(1, 1, 1, dtype=dtype, device=device).expand(batch, 3, hidden)
-    return persistent.executor_of(
+    return persistent.plan_of(
         Layer(traced(cell), weight, like.new_empty(0, hidden), None, Sequences(batch)), like, backward, training
     )
 
@@ -196,10 +197,10 @@ def executor_of(cell, hidden, dtype, backward=False, training=False, batch=4, de
 def test_layers_that_fit_on_the_chip_have_a_persistent_kernel(imagined):
     for cell, hidden, dtype in itertools.product(CELLS, (8, 256, 1000), (f32, f16, bf16)):
         for backward in (False, True):
-            assert isinstance(executor_of(cell, hidden, dtype, backward), persistent.Persistent)
+            assert plan_of(cell, hidden, dtype, backward).has_kernel
             assert [g.backward for g in imagined.pop()] == [backward]
-    assert executor_of("gru", 256, torch.float64) is None
-    assert executor_of("peephole", 16384, f16) is None
+    assert not plan_of("gru", 256, torch.float64).has_kernel
+    assert not plan_of("peephole", 16384, f16).has_kernel
     assert not imagined
 
 
@@ -208,7 +209,7 @@ def test_layers_that_fit_on_the_chip_have_a_persistent_kernel(imagined):
 )
 def test_heads_are_computed_at_once_where_they_fit(hidden, heads, imagined):
     for backward in (False, True):
-        chosen = executor_of("four states", hidden, bf16, backward, heads=heads)._geometry
+        chosen = plan_of("four states", hidden, bf16, backward, heads=heads).geometry
         assert (chosen.hidden_size, chosen.heads) == (hidden // heads, heads)
         assert heads % chosen.heads_at_once == 0
         assert chosen.heads_at_once * chosen.blocks * chosen.groups <= H100.multi_processor_count
@@ -217,7 +218,7 @@ def test_heads_are_computed_at_once_where_they_fit(hidden, heads, imagined):
 
 
 def test_both_passes_of_training_are_compiled_together(imagined):
-    executor_of("gru", 256, f16, training=True)
+    plan_of("gru", 256, f16, training=True)
     assert [g.backward for g in imagined.pop()] == [False, True]
 
 
@@ -229,18 +230,34 @@ def test_what_does_not_compile_is_left_to_other_kernels(error, imagined, monkeyp
             if any(map(refuses, given[5:])):
                 raise error("no")
 
-        persistent._geometries.cache_clear()
+        persistent._plan.cache_clear()
         monkeypatch.setattr(persistent, "compile_kernels", compile_kernels)
 
     refusing(lambda g: g.distributed)
-    assert isinstance(executor_of("gru", 256, f16, training=True), persistent.Persistent)
+    assert plan_of("gru", 256, f16, training=True).has_kernel
     assert any(g.distributed for g in imagined[0])
     assert [(g.backward, g.distributed) for g in imagined[-1]] == [(False, False), (True, False)]
     refusing(lambda g: g.backward)
-    assert isinstance(executor_of("gru", 256, f16, training=True), persistent.Persistent)
+    assert plan_of("gru", 256, f16, training=True).has_kernel
     assert [g.backward for g in imagined[-1]] == [False]
     refusing(lambda g: True)
-    assert executor_of("gru", 256, f16) is None
+    assert plan_of("gru", 256, f16) == plan.no_kernel("no")
+
+
+def test_a_plan_says_what_runs(imagined, monkeypatch):
+    one, four = (plan_of("four states", 1024, bf16, heads=heads, batch=16) for heads in (1, 4))
+    assert one.reason == "8.4 MB of recurrent weights fit on the chip"
+    assert four.reason == "of each of 4 heads, 4 at once, 0.5 MB of recurrent weights fit on the chip"
+    assert four.bytes_on_chip >= 4 * 1024 * 256 * 2
+    assert four.blocks == 4 * four.geometry.blocks * four.geometry.groups
+    wide = plan_of("peephole", 16384, f16)
+    assert (wide.path, wide.has_kernel) == ("steps", False)
+    assert wide.reason == "2147.5 MB of recurrent weights do not fit on the chip"
+    assert "not in torch.float64" in plan_of("gru", 256, torch.float64).reason
+    for layer in (("peephole", 16384), ("gru", 256)):  # as for a tensor on a GPU
+        monkeypatch.setattr(nvrtc, "why_no_cuda", lambda: "a reason")
+        persistent._plan.cache_clear()
+        assert plan_of(*layer, f16) == plan.no_kernel("a reason")
 
 
 class Case:
@@ -375,10 +392,10 @@ def run(cell, leaves, options):
     return [*results, *torch.autograd.grad(results, leaves, [y.detach().cos() for y in results])]
 
 
-def executors_used(monkeypatch):
-    """What runs the passes of all later calls, in a list."""
-    used, choose = [], persistent.executor_of
-    monkeypatch.setattr(persistent, "executor_of", lambda *given: used.append(choose(*given)) or used[-1])
+def plans_used(monkeypatch):
+    """The plans of the passes of all later calls, in a list."""
+    used, choose = [], persistent.plan_of
+    monkeypatch.setattr(persistent, "plan_of", lambda *given: used.append(choose(*given)) or used[-1])
     return used
 
 
@@ -401,10 +418,10 @@ def test_calls_match_those_in_float64(cell, hidden, batch, layout, heads, dtype,
     random.seed(0)
     rows, sequences, options = options_of(layout, batch, 40)
     weight, arguments, h0 = inputs(cell, rows, 40, hidden, sequences, dtype, "cuda", heads)
-    leaves, used = [weight, *arguments, *h0], executors_used(monkeypatch)
+    leaves, used = [weight, *arguments, *h0], plans_used(monkeypatch)
     found, again = run(cell, leaves, options), run(cell, leaves, options)
     assert len(used) == 4
-    assert all(isinstance(executor, persistent.Persistent) for executor in used)
+    assert all(plan.has_kernel for plan in used)
     assert same_bits(found, again)
     expected = run(cell, [x.detach().double().requires_grad_() for x in leaves], options)
     monkeypatch.setattr(operator, "_executor_of", lambda *_: stepwise)
@@ -415,9 +432,9 @@ def test_calls_match_those_in_float64(cell, hidden, batch, layout, heads, dtype,
 @pytest.mark.gpu
 def test_what_does_not_fit_on_a_gpu_runs_step_by_step():
     for cell, backward in itertools.product(CELLS, (False, True)):
-        assert isinstance(executor_of(cell, 256, f16, backward, device="cuda"), persistent.Persistent)
-    assert executor_of("gru", 256, torch.float64, device="cuda") is None
-    assert executor_of("peephole", 16384, f16, device="cuda") is None
+        assert plan_of(cell, 256, f16, backward, device="cuda").has_kernel
+    assert not plan_of("gru", 256, torch.float64, device="cuda").has_kernel
+    assert not plan_of("peephole", 16384, f16, device="cuda").has_kernel
 
 
 @pytest.mark.gpu

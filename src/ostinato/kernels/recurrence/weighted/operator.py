@@ -10,7 +10,9 @@ from ostinato.kernels.matmul.gemm import gradient_of_weight
 from ostinato.kernels.matmul.precision import layers_allow_tf32
 from ostinato.kernels.operators.dispatch import gradient, gradients, operator, or_empty
 from ostinato.kernels.persistent.modes import without_autocast
+from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.kernels.persistent.reference import previous
+from ostinato.kernels.persistent.sequences import Sequences
 from ostinato.kernels.recurrence.arguments import concatenated_states, last_shape, or_zeros, split_states
 from ostinato.kernels.recurrence.backends import nonlinear_kernels_on
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
@@ -75,12 +77,30 @@ def _rows_and_layer(
 
 def _executor_of(layer: Layer, like: Tensor, backward: bool, training: bool) -> Executor:
     """The executor of the forward or backward pass, for sequences like `like`: persistent if the weights fit."""
-    executor = None
     if like.is_cuda:
         from ostinato.kernels.recurrence.weighted import persistent
 
-        executor = persistent.executor_of(layer, like, backward, training)
-    return executor or stepwise
+        if (plan := persistent.plan_of(layer, like, backward, training)).has_kernel:
+            return persistent.Persistent(plan.geometry)
+    return stepwise
+
+
+def plan_of(recurrence: str, weight_hh: Tensor, like: Tensor, order: Order, backend: str, training: bool) -> Plan:
+    """How a call with sequences like `like`, (B, T, D), runs."""
+    if nonlinear_kernels_on(backend, like.device.type) is None:
+        return no_kernel("the function itself runs in PyTorch, step by step")
+    if not like.is_cuda:
+        return no_kernel("on a CPU, every step is a matrix product and a generated loop")
+    from ostinato.kernels.recurrence.weighted import persistent
+
+    sequences = Sequences(order.sequences(like), order.cu_seqlens, order.resets, order.reverse)
+    layer = Layer(parse(recurrence), weight_hh, like.new_empty(0), None, sequences)
+    forward = persistent.plan_of(layer, like, False, training)
+    if not training or not forward.has_kernel:
+        return forward
+    backward = persistent.plan_of(layer, like, True, True)
+    gradients = "" if backward.has_kernel else f"; gradients are computed step by step: {backward.reason}"
+    return forward._replace(reason=forward.reason + gradients)
 
 
 def _like_states(

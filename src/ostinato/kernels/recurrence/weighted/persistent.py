@@ -4,7 +4,6 @@ The kernels are those of RNN, GRU and LSTM with a generated cell.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
 from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
 from ostinato.kernels.persistent.cuda.launch import compile_kernels, launch, most_heads
-from ostinato.kernels.persistent.plan import Plan
+from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.kernels.recurrence.symbolic.trace import Trace
 from ostinato.kernels.recurrence.weighted.cell import print_cell
 from ostinato.kernels.recurrence.weighted.layer import Layer
@@ -60,18 +59,17 @@ class Persistent:
         return grad_rows, totals.sum(0), grad_initial
 
 
-def executor_of(layer: Layer, like: Tensor, backward: bool, training: bool) -> Persistent | None:
-    """The executor of the forward or backward pass for tensors like `like`; None if the weights do not fit on chip."""
+def plan_of(layer: Layer, like: Tensor, backward: bool, training: bool) -> Plan:
+    """The plan of the forward or backward pass for tensors like `like`, whose geometry :class:`Persistent` takes."""
     batch, offsets, resets, _ = layer.sequences
     sizes = layer.products, layer.width // layer.heads, layer.heads, batch, like.dtype, like.get_device()
     variant = resets is not None, offsets is not None, layers_allow_tf32(like.device, like.dtype)
     passes = (backward,) if backward or not training else (False, True)  # the next, too, is compiled
-    geometries = _geometries(layer.trace, *sizes, *variant, training, passes)
-    return None if geometries is None else Persistent(geometries[0])
+    return _plan(layer.trace, *sizes, *variant, training, passes)
 
 
 @functools.lru_cache(4096)
-def _geometries(
+def _plan(
     trace: Trace,
     products: int,
     width: int,
@@ -85,8 +83,8 @@ def _geometries(
     training: bool,
     passes: tuple[bool, ...],
     distributed: bool = True,
-) -> list[Geometry] | None:
-    """Choose the passes' launch geometries and compile their kernels; None if there is none for the first pass.
+) -> Plan:
+    """Choose the passes' launch geometries and compile their kernels; returns the plan of the first pass.
 
     Args:
         trace: the recurrence's trace.
@@ -96,39 +94,45 @@ def _geometries(
         passes: for each pass, whether it is the backward pass.
         distributed: whether states may stay in the shared memory of clusters.
     """
-    if nvrtc.why_no_cuda():
-        return None
+    if reason := nvrtc.why_no_cuda():
+        return no_kernel(reason)
     properties, cell = torch.cuda.get_device_properties(index), print_cell(trace, products)
-    geometries = []
+    plans: list[Plan] = []
     for backward in passes:
         choose = functools.partial(choose_geometry, backward=backward, exact=not tf32, distributed=distributed)
-        geometry = _geometry_of_heads(choose, cell, width, heads, batch, dtype, properties)
-        if geometry is not None:
-            geometries.append(geometry)
-        elif not geometries:
-            return None
+        plan = _plan_of_heads(choose, cell, width, heads, batch, dtype, properties)
+        if plan.has_kernel:
+            plans.append(plan)
+        elif not plans:
+            return plan
+    geometries = [plan.geometry for plan in plans]
     try:
         compile_kernels(index, resets, packed, training, 1, *geometries)
-    except (MemoryError, nvrtc.DoesNotCompile):
+    except (MemoryError, nvrtc.DoesNotCompile) as error:
         call = trace, products, width, heads, batch, dtype, index, resets, packed, tf32, training
         if any(geometry.distributed for geometry in geometries):
-            return _geometries(*call, passes, False)
-        return _geometries(*call, passes[:1]) if len(passes) > 1 else None
-    return geometries
+            return _plan(*call, passes, False)
+        return _plan(*call, passes[:1]) if len(passes) > 1 else no_kernel(str(error).partition("\n")[0])
+    return plans[0]
 
 
-def _geometry_of_heads(
+def _plan_of_heads(
     choose: Callable[..., Plan], cell: Cell, width: int, heads: int, batch: int, dtype: torch.dtype, properties: Any
-) -> Geometry | None:
-    """The fastest geometry of a pass of all heads, which one launch computes or several in turn; None if none fits."""
-    fastest, least = None, math.inf
-    for at_once in range(1, min(heads, most_heads(cell)) + 1):
-        if heads % at_once:
-            continue
-        plan = choose(cell, width, batch, dtype, None, None, properties, at_once)
-        if plan.has_kernel and (time := microseconds(plan.geometry, batch) * heads / at_once) < least:
-            fastest, least = plan.geometry._replace(heads=heads, heads_at_once=at_once), time
-    return fastest
+) -> Plan:
+    """The fastest plan for a pass of all heads, which one launch computes or several in turn, or why there is none."""
+    numbers = [n for n in range(1, min(heads, most_heads(cell)) + 1) if heads % n == 0]
+    plans = {n: choose(cell, width, batch, dtype, None, None, properties, n) for n in numbers}
+    times = {n: microseconds(plan.geometry, batch) * heads / n for n, plan in plans.items() if plan.has_kernel}
+    if heads == 1 or not times:
+        return plans[1]
+    at_once = min(times, key=lambda n: times[n])
+    plan = plans[at_once]
+    return plan._replace(
+        bytes_on_chip=at_once * plan.bytes_on_chip,
+        blocks=at_once * plan.blocks,
+        reason=f"of each of {heads} heads, {at_once} at once, {plan.reason}",
+        geometry=plan.geometry._replace(heads=heads, heads_at_once=at_once),
+    )
 
 
 def _direction(layer: Layer, tensors: dict[str, Any]) -> tuple[arguments.Layer, dict[str, Any]]:
