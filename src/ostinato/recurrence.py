@@ -77,6 +77,7 @@ def recurrence(function: Callable | None = None, *, states: int | None = None) -
     ``h0``, the initial state, (B, D), a tuple of them for several states, zero if absent.
     ``resets``, bool, (B, T): where True, the state is zero before that step, in scan order.
     ``reverse``, ``cu_seqlens`` and ``backend`` as in :func:`ostinato.linear_scan`.
+    The result's ``plan``, of the arguments of a call with ``weight_hh``, says how it runs.
 
     Outputs: ``h``, (B, T, D), the state after every step, and ``h_last``, (B, D), or (N, D) with ``cu_seqlens``, that
     after the last step in scan order; each a tuple for several states.
