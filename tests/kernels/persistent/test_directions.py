@@ -34,15 +34,16 @@ def test_kernels_of_both_directions_compile_without_a_gpu(backward):
     pytest.importorskip("cuda.core")
     found = {g.cluster > 1: g for g in candidates("dense", "gru", 130, 4, f32, backward=backward)}
     for geometry in (*found.values(), ping_pong("gru", 512, 128, f16, backward)[0]):
-        assert_compiles(geometry, resets=True, directions=2)
-    assert_compiles(wide("lstm", 1152, 70, f16, backward)[0], "sm_90", directions=2)
+        assert_compiles(geometry, resets=True, rows=2)
+    assert_compiles(wide("lstm", 1152, 70, f16, backward)[0], "sm_90", rows=2)
 
 
 def test_a_launch_of_both_directions_has_the_parameters_of_each(monkeypatch):
     launches, asked = [], []
 
     def launch(device, grid, block, parameters, *_, rows, **__):
-        names, unpacked = (*cuda_launch._POINTERS, "steps", "batch"), [*cuda_launch._PARAMETERS.iter_unpack(parameters)]
+        fields = cuda_launch._parameters(1)
+        names, unpacked = (*fields.pointers, "steps", "batch"), [*fields.all.iter_unpack(parameters)]
         assert len(unpacked) == rows == 2
         launches.append([dict(zip(names, own, strict=False)) | {"reverse": own[-1]} for own in unpacked])
 

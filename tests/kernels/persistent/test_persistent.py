@@ -56,7 +56,8 @@ def test_launches_that_share_packed_weights_pack_them_once(monkeypatch):
     given = []
 
     def launch(*args, **_):
-        address = dict(zip(cuda_launch._POINTERS, cuda_launch._PARAMETERS.unpack(args[3]), strict=False))
+        parameters = cuda_launch._parameters(1)
+        address = dict(zip(parameters.pointers, parameters.all.unpack(args[3]), strict=False))
         given.append((address["weight"], address["packed"]))
 
     kernel = SimpleNamespace(launch=launch)

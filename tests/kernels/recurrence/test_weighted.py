@@ -357,6 +357,24 @@ HEADS = [  # cell, width, heads, batch, dtype
 ]
 
 
+def at_odd_addresses(x):
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+@pytest.mark.gpu
+def test_tensors_need_not_be_aligned():
+    """Where threads load the numbers of two units at once."""
+    torch.manual_seed(0)
+    layer, properties = (512, 128, bf16), torch.cuda.get_device_properties(0)
+    for backward in (False, True):
+        found = generated(printed("four states"), *layer, backward, True, properties)
+        assert any(g.adjacent == 2 for g in found)
+        case = Case("four states", *layer, 5)
+        run = case.backward if backward else case.forward
+        for executor in map(persistent.Persistent, found):
+            assert same_bits(run(executor, at_odd_addresses), run(executor))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("cell", "width", "heads", "batch", "dtype"), HEADS)
 def test_heads_match_the_steps_in_float64(cell, width, heads, batch, dtype, nan_memory):

@@ -31,7 +31,7 @@ template <> struct Total<true> { using type = double; };
 
 struct Units : Block {
     const Parameters& p;
-    float dh[ITEMS], dc[ITEMS][BESIDE];  // gradients of the states after the step that is processed next
+    float dh[ITEMS], dc[ITEMS][BESIDE_H];  // gradients of the states after the step that is processed next
     float d[ITEMS][PULLED];              // gradients of the cell's arguments at this step, and of its parameters
     using Sum = typename Total<SCATTERS && EXACT>::type;
     Sum totals[UNITS_OF_THREAD][TOTALS + 1] = {};  // sums of the last TOTALS of `d`, over steps and the items of a unit
@@ -54,7 +54,7 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             dh[i] = 0;
 #pragma unroll
-            for (int k = 0; k < BESIDE; ++k) dc[i][k] = 0;
+            for (int k = 0; k < BESIDE_H; ++k) dc[i][k] = 0;
 #pragma unroll
             for (int k = 0; k < OUTPUTS; ++k) grad[i / ADJACENT][k] = {};
             if (!owned(i)) continue;
@@ -119,7 +119,7 @@ struct Units : Block {
             const auto unpacked = [&](Adjacent<Scalar>::Bits loaded) {
                 return widen(Adjacent<Scalar>::of(loaded).x[j]);
             };
-            float x[INPUTS], states_before[1 + BESIDE] = {}, after[2] = {};
+            float x[INPUTS], states_before[1 + BESIDE_H] = {}, after[2] = {};
 #pragma unroll
             for (int g = 0; g < INPUTS; ++g) x[g] = unpacked(pre[k][g]);
             if (KEPT == Kept::RECURRENT) {
@@ -171,7 +171,7 @@ struct Units : Block {
             for (int j = 0; j < ADJACENT; ++j) {
                 const int i = first + j;
                 const bool passes = OFFSETS && !takes_step[i];
-                float total[1 + BESIDE] = {dh[i] + grad_outputs[i][0]}, of_states[1 + BESIDE];
+                float total[1 + BESIDE_H] = {dh[i] + grad_outputs[i][0]}, of_states[1 + BESIDE_H];
 #pragma unroll
                 for (int n = 0; n < OTHERS; ++n)
                     total[1 + n] = n < RETURNED ? dc[i][n] + grad_outputs[i][n < RETURNED ? 1 + n : 0] : dc[i][n];
@@ -248,7 +248,7 @@ struct Units : Block {
                 if (!began[i + j]) continue;
                 dh[i + j] = 0;
 #pragma unroll
-                for (int k = 0; k < BESIDE; ++k) dc[i + j][k] = 0;
+                for (int k = 0; k < BESIDE_H; ++k) dc[i + j][k] = 0;
             }
         }
     }

@@ -18,7 +18,7 @@ template <typename T> __device__ inline T in_register(T x) {
 
 struct Units : Block {
     const Parameters& p;
-    float h[ITEMS], c[ITEMS][BESIDE], bias[ITEMS][GATES];  // c: the states beside h
+    float h[ITEMS], c[ITEMS][BESIDE_H], bias[ITEMS][GATES];  // c: the states beside h
     float parameter[UNITS_OF_THREAD][Cell::PARAMETERS + 1];  // no array may be empty
     Resets resets;  // before this step; from update() on, before the next one
     Adjacent<Scalar> projected[ITEMS / ADJACENT][INPUTS];
@@ -30,7 +30,7 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             h[i] = 0;
 #pragma unroll
-            for (int k = 0; k < BESIDE; ++k) c[i][k] = 0;
+            for (int k = 0; k < BESIDE_H; ++k) c[i][k] = 0;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) bias[i][g] = 0;
             if (!owned(i)) continue;
@@ -55,7 +55,7 @@ struct Units : Block {
             if (!resets.before[i / ADJACENT]) continue;
             h[i] = 0;
 #pragma unroll
-            for (int k = 0; k < BESIDE; ++k) c[i][k] = 0;
+            for (int k = 0; k < BESIDE_H; ++k) c[i][k] = 0;
         }
     }
 
@@ -65,15 +65,16 @@ struct Units : Block {
             if (!live(i, rows)) continue;
             const Scalar* pre = p.pre + index(rows.first, i, INPUTS);
 #pragma unroll
-            for (int g = 0; g < INPUTS; ++g) projected[i / ADJACENT][g] = Adjacent<Scalar>::load_once(pre + g * CHANNELS);
+            for (int g = 0; g < INPUTS; ++g)
+                projected[i / ADJACENT][g] = Adjacent<Scalar>::load_once(pre + g * CHANNELS);
         }
     }
 
     // Computes the states of item i after a step.  With KEEPS_GATES, its pre-activations replace its projected inputs.
-    __device__ void step(int i, const float (&s)[GATES], float (&after)[1 + BESIDE]) {
-        float before[1 + BESIDE] = {h[i]}, x[INPUTS];
+    __device__ void step(int i, const float (&s)[GATES], float (&after)[1 + BESIDE_H]) {
+        float before[1 + BESIDE_H] = {h[i]}, x[INPUTS];
 #pragma unroll
-        for (int k = 0; k < BESIDE; ++k) before[1 + k] = c[i][k];
+        for (int k = 0; k < BESIDE_H; ++k) before[1 + k] = c[i][k];
 #pragma unroll
         for (int g = 0; g < INPUTS; ++g) x[g] = widen(projected[i / ADJACENT][g].x[i % ADJACENT]);
         Cell::forward(before, x, s, parameter[own_unit(i)], after);
@@ -108,12 +109,12 @@ struct Units : Block {
         }
 #pragma unroll
         for (int i = FIRST; i < END; ++i) {
-            float after[1 + BESIDE] = {};
+            float after[1 + BESIDE_H] = {};
             step(i, s[i], after);
             if (!live(i, rows)) continue;
             h[i] = after[0];
 #pragma unroll
-            for (int k = 0; k < BESIDE; ++k) c[i][k] = after[1 + k];
+            for (int k = 0; k < BESIDE_H; ++k) c[i][k] = after[1 + k];
         }
 #pragma unroll
         for (int i = FIRST; i < END; i += ADJACENT) {
@@ -172,7 +173,7 @@ struct Units : Block {
     template <typename Function> __device__ void each_result(Function visit) {
         visit(h[0]);
 #pragma unroll
-        for (int k = 0; k < (KEEPS_GATES ? BESIDE : OTHERS); ++k) visit(c[0][k]);
+        for (int k = 0; k < (KEEPS_GATES ? BESIDE_H : OTHERS); ++k) visit(c[0][k]);
         if (KEEPS_GATES) each_projected(visit);
     }
     template <typename Function> __device__ void each_projected(Function visit) {

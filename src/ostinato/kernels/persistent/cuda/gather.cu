@@ -8,7 +8,7 @@
 
 constexpr int LANES = (UNITS * COLUMNS + 31) / 32 * 32;       // threads of a part, one for each item
 constexpr int OPERANDS = INPUTS + RESETS;                     // of an item at a step: see each_operand()
-constexpr int RESULTS = 1 + (KEEPS_GATES ? BESIDE + INPUTS : OTHERS);  // of an item at a step: see each_result()
+constexpr int RESULTS = 1 + (KEEPS_GATES ? BESIDE_H + INPUTS : OTHERS);  // of an item at a step: see each_result()
 constexpr int HANDED = 2 * (OPERANDS + RESULTS) * LANES * 4;  // bytes of the buffers
 constexpr bool WRITES_APART = 3 * LANES <= THREADS;           // else those that load operands also write
 static_assert(2 * LANES <= THREADS, "an item for each thread of a part");

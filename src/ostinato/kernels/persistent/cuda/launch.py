@@ -1,6 +1,7 @@
 """Compiles and launches the kernels of a geometry on an NVIDIA GPU, with their workspace, and checks for failures."""
 
 import functools
+import itertools
 import struct
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +28,7 @@ _POINTERS = (
 )
 _OF_ALL_HEADS = "offsets", "resets"
 _OF_STATES_BESIDE_H = "c0", "c_n", "grad_c_n", "grad_c0", "c", "c_before", "grad_c"
-_IN_PAIRS = {  # loaded two numbers at a time, which must be aligned
-    *("pre", "h0", "cells", "candidate", "h", "grad_output", "weight", "before", "c_before", "grad_c")
-}
+_IN_PAIRS = {*("pre", "h0", "cells", "candidate", "h", "grad_output", "weight", "before", "c_before", "grad_c")}
 
 
 class _Kernels(NamedTuple):
@@ -40,17 +39,26 @@ class _Kernels(NamedTuple):
     processors: int
 
 
+class _Parameters(NamedTuple):
+    """The fields of ``Parameters`` in ``layout.cuh``."""
+
+    pointers: tuple[str, ...]
+    in_pairs: frozenset[str]  # the pointers to numbers that are loaded two at a time, which must be aligned
+    all: struct.Struct  # the pointers and the sizes
+
+
 @functools.cache
-def _parameters(beside: int) -> tuple[tuple[str, ...], struct.Struct]:
-    """The fields of ``Parameters`` in ``layout.cuh`` up to the sizes, with so many states beside h, and all of it."""
-    of_states = (name if k == 0 else f"{name}{k}" for name in _OF_STATES_BESIDE_H for k in range(beside))
-    pointers = *_POINTERS, *of_states
-    return pointers, struct.Struct(f"{len(pointers)}Q6i")
+def _parameters(beside: int) -> _Parameters:
+    """The fields for cells with so many states beside h."""
+    of_each = {name: [name, *(f"{name}{k}" for k in range(1, beside))] for name in _OF_STATES_BESIDE_H}
+    pointers = *_POINTERS, *itertools.chain(*of_each.values())
+    in_pairs = frozenset(itertools.chain(*(of_each.get(name, [name]) for name in _IN_PAIRS)))
+    return _Parameters(pointers, in_pairs, struct.Struct(f"{len(pointers)}Q6i"))
 
 
 def most_heads(cell: Cell) -> int:
     """The most heads that one launch can compute: all have parameters of their own."""
-    return nvrtc.most_parameter_bytes() // _parameters(cell.beside)[1].size
+    return nvrtc.most_parameter_bytes() // _parameters(cell.beside).all.size
 
 
 @functools.cache
@@ -190,12 +198,12 @@ def launch(geometry: Geometry, *directions: tuple[Layer, dict[str, Any]]) -> Non
     prepared = _launch_of(geometry, device, layer.sequences.length(pre), batch, *variant)
     addresses = [head for direction in directions for head in _addresses(geometry, prepared, *direction)]
     stream, (prepare, recur, _) = launch_stream(device, directions), prepared.kernels
-    _, parameters_of = _parameters(geometry.cell.beside)
+    pack_parameters = _parameters(geometry.cell.beside).all.pack
     for begin in range(0, len(addresses), rows):
         at_once = addresses[begin : begin + rows]
         for first, blocks in prepared.parts:
             parameters = b"".join(
-                [parameters_of.pack(*pointers, *prepared.sizes, first, reverse) for pointers, reverse in at_once]
+                [pack_parameters(*pointers, *prepared.sizes, first, reverse) for pointers, reverse in at_once]
             )
             if first == 0:
                 prepare.launch(device, prepared.fill, THREADS, parameters, stream=stream, rows=rows)
@@ -213,11 +221,12 @@ def _addresses(
     tensors |= {"weight": weight, "h0": h0, "c0": c0, "offsets": offsets, "resets": resets}
     if packed_weights and geometry in packed_weights:  # an earlier launch has packed them
         tensors |= {"weight": None, "packed": packed_weights[geometry]}
-    pre, addresses = tensors["pre"], dict.fromkeys(_parameters(geometry.cell.beside)[0], 0)
+    pre, (pointers, in_pairs, _) = tensors["pre"], _parameters(geometry.cell.beside)
+    addresses = dict.fromkeys(pointers, 0)
     for name, x in tensors.items():
         if x is not None:
             address = x.data_ptr()
-            if not x.is_contiguous() or (address & 7 and name in _IN_PAIRS and address % (2 * x.itemsize)):
+            if not x.is_contiguous() or (address & 7 and name in in_pairs and address % (2 * x.itemsize)):
                 tensors[name] = x = x.clone(memory_format=torch.contiguous_format)
                 address = x.data_ptr()
             addresses[name] = address

@@ -15,9 +15,9 @@
 
 // Per hidden unit: rows of the recurrent matrix, which in a user's cell need not be gates; numbers in `pre` at a step.
 constexpr int GATES = Cell::PRODUCTS, INPUTS = Cell::INPUTS;
-constexpr int OTHERS = Cell::STATES - 1;         // states beside h
-constexpr int BESIDE = OTHERS > 1 ? OTHERS : 1;  // numbers beside h that Cell::forward may compute: Kept::RECURRENT, too
-constexpr int CHANNELS = HEADS * HIDDEN;         // of a state, or of an input, in a row of a tensor: see Parameters
+constexpr int OTHERS = Cell::STATES - 1;           // states beside h
+constexpr int BESIDE_H = OTHERS > 1 ? OTHERS : 1;  // results of Cell::forward beside h, with Kept::RECURRENT one, too
+constexpr int CHANNELS = HEADS * HIDDEN;           // of a state, or of an input, in a row of a tensor: see Parameters
 constexpr Kept KEPT = Cell::KEPT;
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // at 255 registers each, all that a multiprocessor has
@@ -77,13 +77,13 @@ struct Parameters {
     const float* parameters;      // (PARAMETERS, CHANNELS), of a user's cell
     const Scalar* before;         // (rows, CHANNELS), backward, with Kept::ALL_STATES: h before each step
     // The same of the states beside h:
-    const Scalar* c0[BESIDE];     // (batch, CHANNELS), or null for zeros
-    Pack* c_n[BESIDE];            // (batch, CHANNELS), forward
-    const Scalar* grad_c_n[BESIDE];  // (batch, CHANNELS), or null for zeros
-    Pack* grad_c0[BESIDE];           // (batch, CHANNELS), backward
-    Pack* c[BESIDE];                 // (rows, CHANNELS), forward, with Kept::ALL_STATES: the states after each step
-    const Scalar* c_before[BESIDE];  // (rows, CHANNELS), backward, with Kept::ALL_STATES
-    const Scalar* grad_c[BESIDE];    // (rows, CHANNELS), or null for zeros, backward, with Kept::ALL_STATES
+    const Scalar* c0[BESIDE_H];     // (batch, CHANNELS), or null for zeros
+    Pack* c_n[BESIDE_H];            // (batch, CHANNELS), forward
+    const Scalar* grad_c_n[BESIDE_H];  // (batch, CHANNELS), or null for zeros
+    Pack* grad_c0[BESIDE_H];           // (batch, CHANNELS), backward
+    Pack* c[BESIDE_H];                 // (rows, CHANNELS), forward, with Kept::ALL_STATES: the states after each step
+    const Scalar* c_before[BESIDE_H];  // (rows, CHANNELS), backward, with Kept::ALL_STATES
+    const Scalar* grad_c[BESIDE_H];    // (rows, CHANNELS), or null for zeros, backward, with Kept::ALL_STATES
     int steps, batch, groups, columns;  // columns: sequences of a group
     int first, reverse;                 // the first sequence of this launch
 };
@@ -153,7 +153,8 @@ struct Block {
     // The index of item i in a (rows, gates * CHANNELS) tensor; `row` is the first row of the step.  Only the part that
     // all threads share has 64 bits: a thread's own offsets live through all steps and would need too many registers.
     __device__ size_t index(size_t row, int i, int gates = 1) const {
-        return (row + sequence) * (gates * CHANNELS) + unit + unsigned(sequence_of(i) * (gates * CHANNELS) + unit_of(i));
+        return (row + sequence) * (gates * CHANNELS) + unit +
+               unsigned(sequence_of(i) * (gates * CHANNELS) + unit_of(i));
     }
     __device__ int exchanged() const { return TAKES_FEWER ? sequences : COLUMNS; }  // sequences
     // Whether item i is part of an exchanged word, and whether it is the first of one.

@@ -32,7 +32,7 @@ class Cell(NamedTuple):
 
     @property
     def beside(self) -> int:
-        """The number of states beside h, and at least 1: see ``BESIDE`` in ``layout.cuh``."""
+        """The number of states beside h, and at least 1: see ``BESIDE_H`` in ``layout.cuh``."""
         return max(1, self.states - 1)
 
     @property
