@@ -180,7 +180,7 @@ class StackedLayers(FreesGraphs, Generic[State]):
             hx = each(lambda state: state.unsqueeze(1), hx)
         if resets is not None and not batched:
             resets = resets.unsqueeze(batch_dim)
-        result = replayed(self, x, hx, resets)
+        result = replayed(self, x, hx, resets, or_launched=True)
         output, h_n = self._run_layers(x, hx, None, resets, self.batch_first) if result is None else result
         return (output, h_n) if batched else (output.squeeze(batch_dim), each(lambda state: state.squeeze(1), h_n))
 

@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils import parametrize
 
 import ostinato
+from ostinato import weighted
 from ostinato.cuda_graphs import calls, kept, stacked
 from ostinato.states import each, states_of
 from simulated_graphs import launched, simulate
@@ -113,6 +114,20 @@ def replays_of(layer, times=4, **others):
     for _ in range(times):
         gradients(layer, layer(x, **others))
     return kept._kept.replays - before
+
+
+def test_recurrences_with_weights_are_captured_with_their_layer_alone(device, monkeypatch):
+    """Until then they are launched, but replayed where the layer is not worth capturing."""
+    monkeypatch.setattr(weighted, "worth_capturing", lambda *_: True)
+    captures = []
+    capture = calls.CallGraphs
+    monkeypatch.setattr(calls, "CallGraphs", lambda *given: captures.append(given) or capture(*given))
+    layer = make("SLSTM", device, num_layers=2)
+    assert replays_of(layer) == 2
+    assert len(captures) == 1
+    monkeypatch.setattr(stacked, "MOST_BYTES", 0)
+    assert replays_of(layer) == 2 * 4  # the first of all calls was launched, too
+    assert len(captures) == 1 + 2
 
 
 def test_which_calls_are_captured(device, monkeypatch):

@@ -14,8 +14,8 @@ forward with the same random numbers.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -158,6 +158,23 @@ def _captured_gradients(results: list[Tensor], leaves: list[Tensor], inputs: int
     return CapturedFunction(differentiate, grads_of_results, pool)
 
 
+class _Thread(threading.local):
+    launches = False  # see launched_as_a_whole()
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def launched_as_a_whole() -> Iterator[None]:
+    """Launch all calls within the block: parts of a call that will be captured itself, graph and all."""
+    _thread.launches, before = True, _thread.launches
+    try:
+        yield
+    finally:
+        _thread.launches = before
+
+
 class RepeatedCalls:
     """Calls of the same sizes, replayed from CUDA graphs once they have repeated often enough."""
 
@@ -178,7 +195,7 @@ class RepeatedCalls:
 
         Its graphs are freed with their owner, the layer or a parameter of it.
         """
-        if not on_default_stream(x):
+        if _thread.launches or not on_default_stream(x):
             return None
         if training and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return None  # such as those of a checkpoint, both of whose calls must save the same tensors

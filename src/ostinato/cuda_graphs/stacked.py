@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ostinato.cuda_graphs.calls import RepeatedCalls, Run, worth_capturing
+from ostinato.cuda_graphs.calls import RepeatedCalls, Run, launched_as_a_whole, worth_capturing
 from ostinato.dropout import dropout_of
 from ostinato.kernels.matmul.precision import autocast_dtype, product_switches
 from ostinato.kernels.operators.eager import Prepared, is_eager
@@ -20,8 +20,13 @@ MOST_BYTES = 64 << 20  # that a layer saves: calls that save more take a GPU lon
 _CALLS: Prepared[RepeatedCalls | Literal[False]] = Prepared()  # False for calls that are always launched
 
 
-def replayed(layer: "StackedLayers", x: Tensor, hx: Hidden | None, resets: Tensor | None) -> Any:
-    """The results of the layers for a dense input, replayed from CUDA graphs; None if they must be launched."""
+def replayed(
+    layer: "StackedLayers", x: Tensor, hx: Hidden | None, resets: Tensor | None, or_launched: bool = False
+) -> Any:
+    """The results of the layers for a dense input, replayed from CUDA graphs; None if they must be launched.
+
+    With `or_launched`, calls that will be replayed once they have repeated often enough are launched until then.
+    """
     if torch.compiler.is_compiling() or not _may_be_small(layer, x):
         return None
     states, weights = states_of(hx), list[Any](layer._parameters.values())
@@ -37,7 +42,12 @@ def replayed(layer: "StackedLayers", x: Tensor, hx: Hidden | None, resets: Tenso
         return None
     training = torch.is_grad_enabled() and any(y.requires_grad for y in tensors)
     results = calls.replay(layer, x, states, weights, resets, training)
-    return None if results is None else (results[0], hidden_of(results[1:]))
+    if results is None:
+        if not or_launched:
+            return None
+        with launched_as_a_whole():
+            return layer._run_layers(x, hx, None, resets, layer.batch_first)
+    return results[0], hidden_of(results[1:])
 
 
 def _may_be_small(layer: "StackedLayers", x: Tensor) -> bool:
