@@ -167,7 +167,7 @@ _thread = _Thread()
 
 @contextmanager
 def launched_as_a_whole() -> Iterator[None]:
-    """Launch all calls within the block: parts of a call that will be captured itself, graph and all."""
+    """Within the block calls are launched: they are parts of a call that will itself be captured."""
     _thread.launches, before = True, _thread.launches
     try:
         yield
