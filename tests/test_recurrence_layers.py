@@ -8,6 +8,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 import ostinato
 from comparisons import assert_all_close, same_bits
+from ostinato.slstm import slstm as slstm_recurrence
 from private_names import PRIVATE_NAMES
 
 # Each is a step of a layer: from its parameters, an input (in,) and the state, to the output and the next state.
@@ -344,6 +345,23 @@ def test_rg_lru_has_gradients_for_inputs_of_any_size():
     layer(x)[0].square().mean().backward()
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
     assert layer.weight_gate_l0.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize(("shift", "scale"), [(-1e4, 1.0), (1e4, 1.0), (0.0, 1e4), (0.0, 1.0)])
+def test_slstm_has_results_for_gates_of_any_size(shift, scale, backend):
+    torch.manual_seed(0)
+    gates = torch.randn(4, 2, 9, 6, dtype=torch.float64) * torch.tensor([scale, scale, 1.0, 1.0])[:, None, None, None]
+    gates[0] += shift
+    i, f, z, o = gates = [gate.requires_grad_() for gate in gates.unbind()]
+    (h, *_), _ = slstm_recurrence(*gates, backend=backend)
+    kept = torch.nn.functional.logsigmoid(f).cumsum(1)  # without recurrent weights, h is a weighted mean of the past
+    exponents = i[:, None] + kept[:, :, None] - kept[:, None]
+    later = torch.ones(9, 9, dtype=torch.bool).triu(1)[:, :, None]
+    shares = exponents.masked_fill(later, -torch.inf).softmax(2)
+    want = torch.sigmoid(o) * (shares * torch.tanh(z)[:, None]).sum(2)
+    weights = torch.randn_like(h)
+    assert_close((h, *torch.autograd.grad(h, gates, weights)), (want, *torch.autograd.grad(want, gates, weights)), 1e-9)
 
 
 def test_lru_begins_on_the_ring():

@@ -21,7 +21,7 @@ def slstm(state: FourTensors, i: Tensor, f: Tensor, z: Tensor, o: Tensor) -> Fou
     _, c, n, m_before = state
     log_f = F.logsigmoid(f) + m_before
     m = torch.where(n == 0, i, torch.maximum(log_f, i))  # n is zero only where a sequence begins
-    i, f = torch.exp(i - m), torch.exp(log_f - m)
+    i, f = torch.exp(i - m), torch.exp(torch.clamp(log_f - m, max=0))  # above 0 only where c and n are zero
     c, n = f * c + i * torch.tanh(z), f * n + i
     return torch.sigmoid(o) * c / n, c, n, m
 
