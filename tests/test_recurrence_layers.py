@@ -433,6 +433,18 @@ def test_compile_and_export(name):
         assert_close(exported(x)[0], module(x)[0])
 
 
+@pytest.mark.filterwarnings("ignore")  # tracing is deprecated
+@every_layer
+def test_a_traced_layer_is_the_layer(name):
+    module, _ = make(name, 4, 6)
+    x = torch.randn(5, 2, 4, dtype=torch.float64)
+    traced, leaves, found = torch.jit.trace(module, x), list(module.parameters()), []
+    for run in (module, traced):
+        output, h_n = run(x)
+        found.append([output, *as_tuple(h_n), *torch.autograd.grad(output.cos().sum(), leaves)])
+    assert_all_close(*found)
+
+
 def test_what_is_shown_of_a_module():
     assert repr(ostinato.RGLRU(3, 32)) == "RGLRU(3, 32, num_blocks=16)"
     assert repr(ostinato.IndRNN(3, 5, 2, nonlinearity="tanh")) == "IndRNN(3, 5, num_layers=2, nonlinearity='tanh')"

@@ -45,6 +45,8 @@ def run_all_steps(
     counts = len(sequences), len(parameters)
     # Inside vmap, a tensor does not tell whether a gradient is taken around it.
     training = torch.is_grad_enabled() and (is_vmapped() or any(y.requires_grad for y in (weight_hh, x, *inputs)))
+    if torch.jit.is_tracing():  # records one value for all calls, and checks it against a call without gradients
+        training = False
     run = functools.partial(_launch, trace, dtype, *counts, order._replace(resets=None), backend, training)
     if (repeated := _repeated_calls(run, weight_hh, x, inputs, order)) is not None:
         results = repeated.replay(cast(nn.Parameter, weight_hh), x, inputs, [weight_hh], order.resets, training)
