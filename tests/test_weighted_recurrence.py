@@ -239,8 +239,9 @@ def test_few_or_no_sequences_and_steps(batch, length, cell, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_channels(backend):
     weight, arguments, h0 = inputs("gru", width=0)
-    got = call("gru", weight, arguments, h0, backend=backend)
-    assert [y.shape for y in got] == [(2, STEPS, 0), (2, 0)]
+    for weights in (weight, weight[None], weight.expand(2, 0, 0)):
+        got = call("gru", weights, arguments, h0, backend=backend)
+        assert [y.shape for y in got] == [(2, STEPS, 0), (2, 0)]
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])

@@ -189,6 +189,9 @@ def test_transforms_compilation_and_export(cell):
     everything = tuple(range(len(tensors)))
     for g, w in zip(torch.func.grad(loss, everything)(*tensors), want, strict=True):
         assert (g - w).abs().max() < 1e-12
+    forward = torch.autograd.functional.jacobian(loss, tensors, vectorize=True, strategy="forward-mode")
+    for g, w in zip(forward, want, strict=True):
+        assert (g - w).abs().max() < 1e-12
     dims = tuple(0 if x.dim() == 3 else None for x in tensors)  # states and parameters shared by the samples
     batched = [torch.stack((x / 2, x)) if dim == 0 else x for x, dim in zip(tensors, dims, strict=True)]
     for y, w in zip(torch.vmap(function, dims)(*batched), function(*tensors), strict=True):

@@ -92,7 +92,7 @@ def initial_states(trace: Trace, like: Tensor, h0: Tensor | None, cu_seqlens: Te
 
 def split_states(x: Tensor, count: int) -> list[Tensor]:
     """The states, (B, D) each, that are concatenated in a tensor, (B, count * D), as views."""
-    return [x] if count == 1 else list(x.unflatten(-1, (count, x.shape[-1] // count)).unbind(-2))
+    return [*x.chunk(count, -1)]
 
 
 def concatenated_states(states: Sequence[Tensor]) -> Tensor:

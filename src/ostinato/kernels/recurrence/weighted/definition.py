@@ -27,9 +27,10 @@ def with_products(arguments: Sequence[Tensor], h: Tensor, weight_hh: Tensor) -> 
         if weight_hh.dim() == 2:
             products = F.linear(h, weight_hh).split(weight_hh.shape[1], -1)
         else:
-            heads, _, width = weight_hh.shape
+            heads, rows, width = weight_hh.shape
             of_heads = torch.bmm(h.unflatten(-1, (heads, width)).transpose(0, 1), weight_hh.mT)  # (heads, B, G * width)
-            products = of_heads.unflatten(-1, (-1, width)).permute(2, 1, 0, 3).flatten(2).unbind()
+            parts = of_heads.unflatten(-1, (rows // max(width, 1), width))
+            products = parts.permute(2, 1, 0, 3).flatten(2).unbind()
     sums = [x + product for x, product in zip(arguments, products, strict=False)]
     return [*sums, *arguments[len(sums) :]]
 
