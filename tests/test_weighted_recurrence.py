@@ -748,6 +748,28 @@ def test_bad_weights_are_named(weight, kind, message, backend):
         janet(X, X, weight_hh=weight, backend=backend)
 
 
+JOINED = r"arguments of janet must be concatenated as \(B, T, G \* D\) and \(2 - G\) \* D; got "
+
+
+@pytest.mark.parametrize(
+    ("sequences", "parameters", "kind", "message"),
+    [
+        (X.tolist(), C[:0], TypeError, "sequences must be a tensor of a real floating dtype; got list"),
+        (X * 1j, C[:0], TypeError, "sequences must be .* real floating dtype; got .* torch.complex64"),
+        (X, None, TypeError, "parameters must be a tensor of a real floating dtype; got NoneType"),
+        (X[..., 0], C[:0], ValueError, JOINED + r"\(2, 5\) and \(0,\)"),
+        (X, C[:0], ValueError, JOINED + r"\(2, 5, 3\) and \(0,\)"),
+        (X, C[:2], ValueError, JOINED + r"\(2, 5, 3\) and \(2,\)"),
+        (X, C[None], ValueError, JOINED + r"\(2, 5, 3\) and \(1, 3\)"),
+        (X[..., :0], C[:0], ValueError, JOINED + r"\(2, 5, 0\) and \(0,\)"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_bad_arguments_of_a_layer_are_named(sequences, parameters, kind, message, backend):
+    with pytest.raises(kind, match=message):
+        janet.of_layer(sequences, parameters, backend=backend)
+
+
 def test_a_linear_recurrence_takes_no_weights():
     linear = ostinato.recurrence(lambda a, b: (torch.sigmoid(a), b))
     with pytest.raises(TypeError, match=r"weight_hh needs a state: the first parameter of .* named h or state"):

@@ -234,19 +234,21 @@ class Recurrence:
         saves a copy.  With `weight_hh` no sequence may follow a parameter among the arguments.
         """
         initial, concatenated = self._check_states(h0), (sequences, parameters)
-        order = Order(cu_seqlens, resets, reverse)
-        if self.states == 0 or not self._has_kernels(concatenated, initial, backend):
-            arguments, options = self.split_arguments(*concatenated), order._asdict()
-            return self(*arguments, weight_hh=weight_hh, h0=h0, **options, backend=backend)
-        check_floating("sequences", sequences)
-        check_floating("parameters", parameters)
-        count, width = len(self.names), self._width(*concatenated)
-        gates = sequences.shape[-1] // max(width, 1)
-        if sequences.dim() != 3 or parameters.shape != ((count - gates) * width,):
+        dtypes = FLOAT_DTYPES if self.states else FLOAT_DTYPES + COMPLEX_DTYPES
+        check_floating("sequences", sequences, dtypes)
+        check_floating("parameters", parameters, dtypes)
+        count = len(self.names)
+        width = self._width(*concatenated) if sequences.dim() == 3 and parameters.dim() == 1 else 0
+        gates = sequences.shape[-1] // width if width else 0
+        if not gates or gates * width != sequences.shape[-1] or parameters.shape[-1] != (count - gates) * width:
             raise ValueError(
                 f"the arguments of {self} must be concatenated as (B, T, G * D) and ({count} - G) * D; "
                 f"got {tuple(sequences.shape)} and {tuple(parameters.shape)}"
             )
+        order = Order(cu_seqlens, resets, reverse)
+        if self.states == 0 or not self._has_kernels(concatenated, initial, backend):
+            arguments, options = self.split_arguments(*concatenated), order._asdict()
+            return self(*arguments, weight_hh=weight_hh, h0=h0, **options, backend=backend)
         if parameters.device != sequences.device:
             raise ValueError(
                 f"parameters must be on the device of sequences, {sequences.device}; got {parameters.device}"
