@@ -152,7 +152,7 @@ def test_settings_build_the_same_model():
         ({"width": 1 << 63}, "width must be below 2\\*\\*63; got 9223372036854775808"),
         ({"mlp_ratio": 1e30}, "mlp_ratio \\* width must be below 2\\*\\*63; got \\d+"),
         ({"mlp_ratio": float("nan")}, "mlp_ratio must be above 0 and finite; got nan"),
-        ({"cell": "rnn"}, "cell must be one of mingru, .*, paralstm; got 'rnn'"),
+        ({"cell": "rnn"}, "cell must be one of mingru, .*, slstm; got 'rnn'"),
         ({"conv_kernel": -1}, "conv_kernel must be at least 0; got -1"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1; got 1.0"),
     ],

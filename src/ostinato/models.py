@@ -15,6 +15,7 @@ from ostinato.hub import HubMixin
 from ostinato.minimal import HighwayMinGRU, MinGRU, MinLSTM
 from ostinato.recurrent import GRU, LSTM
 from ostinato.slstm import SLSTM
+from ostinato.states import hidden_of, states_of
 from ostinato.stepper import Stepper
 
 
@@ -40,7 +41,7 @@ CELLS: dict[str, Callable[..., RecurrentLayer]] = {
 }
 
 # A block's state: the last inputs of its convolution, (B, K-1, W), and the state of its recurrent layer, (1, B, H), or
-# a pair of these, as for the LSTM.
+# a tuple of these, as for the LSTM.
 BlockState = tuple[Tensor, Any]
 State = list[BlockState]
 
@@ -100,7 +101,7 @@ class Block(nn.Module):
         self.recurrent_norm = nn.LayerNorm(width, bias=False)
         self.conv = CausalConv(width, conv_kernel)
         self.recurrent = CELLS[cell](width, hidden_size, batch_first=True)
-        self.has_pair = isinstance(self.recurrent.initial_state(0), tuple)
+        self.num_states = len(states_of(self.recurrent.initial_state(0)))
         self.projection = nn.Linear(hidden_size, width, bias=False)
         self.mlp_norm = nn.LayerNorm(width, bias=False)
         inner = round(mlp_ratio * width)
@@ -111,7 +112,7 @@ class Block(nn.Module):
         """Zeros of the dtype and device of `like`: this block's own parameters may be sharded by now."""
         last = like.new_zeros(batch_size, max(self.conv.kernel_size - 1, 0), self.recurrent.input_size)
         hidden = like.new_zeros(1, batch_size, self.recurrent.hidden_size)
-        return last, (hidden, hidden) if self.has_pair else hidden
+        return last, hidden_of([hidden] * self.num_states)
 
     def forward(self, x: Tensor, state: BlockState) -> tuple[Tensor, BlockState]:
         last, hidden = state
