@@ -433,6 +433,7 @@ def refusals():
         "no tensor": lambda: ostinato.distributed.run_recurrence(decaying, x, 1, group=world),
         "other arguments": lambda: ostinato.distributed.run_recurrence(decaying, x, rate=x[0, 0], group=world),
         "not linear": lambda: ostinato.distributed.run_recurrence(relu, x, group=world),
+        "weights": lambda: ostinato.distributed.run_recurrence(decaying, x, x, weight_hh=x[0, :2], group=world),
         "boundaries": lambda: ostinato.distributed.linear_scan(x, x, group=world, cu_seqlens=bounds),
         "shape": lambda: ostinato.distributed.linear_scan(x, x, x[0], group=world),
     }
@@ -461,6 +462,7 @@ def test_what_cannot_be_done_is_said(processes):
             "decaying takes the arguments x, decay; got 1 by position and rate by name"
         )
         assert messages["not linear"].endswith("relu is not")
+        assert messages["weights"] == "weight_hh needs a state; decaying is linear and has none"
         assert messages["boundaries"] == "cu_seqlens must rise from 0 to the number of time steps, 6; got [0, 3]"
         assert messages["shape"] == "h0 must have shape (1, 2); got (3, 2)"
         assert messages["mesh"].startswith("group must be a device mesh of one dimension; got DeviceMesh((")

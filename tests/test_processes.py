@@ -251,6 +251,7 @@ LAYERS = {
     "MinLSTM": lambda: ostinato.MinLSTM(5, 8, candidate="tanh"),
     "RGLRU": lambda: ostinato.RGLRU(5, 8),
     "ParaGRU": lambda: ostinato.ParaGRU(5, 8),
+    "SLSTM": lambda: ostinato.SLSTM(5, 8, 2, bidirectional=True),
 }
 
 

@@ -37,7 +37,7 @@ def sequence_parallel(module: Module, group: ProcessGroup | DeviceMesh) -> Modul
     Raises:
         TypeError: a ``module`` or ``group`` of another type.
         ValueError: a module with an ``RNN``, ``GRU`` or ``LSTM``, whose steps are inherently sequential.  Layers whose
-            recurrence is nonlinear or complex (SRU, IndRNN, ParaGRU, ParaLSTM, LRU) raise it at their first call.
+            recurrence is nonlinear or complex (SRU, IndRNN, ParaGRU, ParaLSTM, SLSTM, LRU) raise it at the first call.
 
     Example:
         >>> import torch, ostinato, ostinato.distributed

@@ -149,6 +149,8 @@ def run_recurrence(
         return recurrence(*arguments, weight_hh=weight_hh, h0=h0, **options)
     if recurrence.states:
         raise ValueError(f"recurrence must be linear in its state to run over a sharded sequence; {recurrence} is not")
+    if weight_hh is not None:
+        raise TypeError(f"weight_hh needs a state; {recurrence} is linear and has none")
     _, dtype, states = recurrence.check(arguments, h0, Order(cu_seqlens, resets, reverse), backend)
     for name, x in (*zip(recurrence.names, arguments, strict=True), *states.items()):
         check_floating(name, x)
