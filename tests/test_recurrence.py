@@ -598,7 +598,7 @@ def returns(value):
         (lambda: unnamed(X), TypeError, r"\(before, x\), a state only if before were named h or state; got 1"),
         (lambda: of_three(X), TypeError, r"of_three is given two states, h and c; not enough .*expected 3, got 2"),
         (lambda: of_three(X, backend="torch"), TypeError, "of_three is given two states, h and c; not enough"),
-        (lambda: of_one(X), TypeError, "of_one must return the next state; got 2 values; two states are .* state"),
+        (lambda: of_one(X), TypeError, "of_one must return the next state; got 2 values; several states are .* state"),
         (lambda: of_one(X, backend="torch"), TypeError, "of_one must return the next state; got 2 values"),
         (lambda: rotated(X, C, 1.0), TypeError, "v must be a tensor of a floating dtype; got float"),
         (lambda: rotated(X.int(), C, C), TypeError, "x must be a tensor of a floating dtype; got .* torch.int32"),

@@ -394,12 +394,12 @@ def test_hgrn_bounds_rise_from_layer_to_layer():
     assert torch.allclose(h_n[3], torch.full((6,), 0.75, dtype=torch.float64))
 
 
-DIAGONAL = list(LAYERS)[2:]  # of the minimal ones test_minimal does the same
+NOT_MINIMAL = list(LAYERS)[2:]  # of the minimal ones test_minimal does the same
 
 
 @pytest.mark.parametrize(
     ("name", "backend"),  # the loops of a linear layer and of another
-    [*((name, "torch") for name in DIAGONAL), ("RGLRU", "auto"), ("ParaLSTM", "auto")],
+    [*((name, "torch") for name in NOT_MINIMAL), ("RGLRU", "auto"), ("ParaLSTM", "auto")],
 )
 def test_autocast(name, backend):
     torch.manual_seed(0)
@@ -419,7 +419,7 @@ def test_autocast_of_gates_whatever_their_blocks(blocks):
         assert module(x)[0].dtype == module.step(x[0])[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", DIAGONAL)
+@pytest.mark.parametrize("name", NOT_MINIMAL)
 def test_compile_and_export(name):
     torch.compiler.reset()  # which counts the layers' common forward as one function
     module, _ = make(name, 8, 12)
@@ -534,7 +534,7 @@ def test_gradients_of_an_input_that_is_yet_to_be_negated(name, given):
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("name", ["MinGRU", "MinLSTM", *ostinato.diagonal.__all__, "HighwayMinGRU"])
+@pytest.mark.parametrize("name", ["MinGRU", "MinLSTM", *ostinato.diagonal.__all__, "HighwayMinGRU", "SLSTM"])
 def test_derived_classes_may_have_private_names(name):
     kind = getattr(ostinato, name)
 

@@ -217,6 +217,48 @@ def test_heads_are_computed_at_once_where_they_fit(hidden, heads, imagined):
             assert chosen.heads_at_once == max(n for n in range(1, 10) if heads % n == 0)
 
 
+def test_heads_are_launched_with_their_own_parts_of_all_tensors(monkeypatch):
+    """Of four heads, two at once."""
+    fields, launches = cuda_launch._parameters(3), []
+
+    def launch(device, grid, block, parameters, *_, rows, **__):
+        unpacked = [*fields.all.iter_unpack(parameters)]
+        assert len(unpacked) == rows == 2
+        launches.append([dict(zip(fields.pointers, own, strict=False)) for own in unpacked])
+
+    kernel = SimpleNamespace(launch=launch)
+    monkeypatch.setattr(cuda_launch, "kernels", lambda *_: cuda_launch._Kernels(kernel, kernel, 132))
+    monkeypatch.setattr(cuda_launch, "check", lambda device: None)
+    monkeypatch.setattr(cuda_launch, "_failure", lambda device: SimpleNamespace(address=1))
+    monkeypatch.setattr(cuda_launch, "launch_stream", lambda device, memory: 0)
+    monkeypatch.setattr(cuda_launch, "_launch_of", cuda_launch._launch_of.__wrapped__)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    (geometry,) = (g for g in generated(printed("four states"), 8, 2, f32, False) if not g.distributed)
+    weight, initial = torch.zeros(4, 32, 8), [torch.zeros(2, 32) for _ in range(4)]
+    offsets, resets = torch.arange(0, 12, 2, dtype=torch.int32), torch.zeros(10, dtype=torch.bool)
+    sequences = Sequences(2, offsets, resets)
+    layer = Layer(traced("four states"), weight, torch.zeros(0, 32), initial, sequences)
+    executor = persistent.Persistent(geometry._replace(heads=4, heads_at_once=2))
+    rows = torch.zeros(10, 128)
+    states, last, kept = executor.forward(layer, rows, True)
+    assert len(launches) == 4  # of the kernel that prepares, and of the loop, for two heads each
+    assert launches[0] == launches[1]
+    heads = [*launches[0], *launches[2]]
+    assert [own["weight"] for own in heads] == [x.data_ptr() for x in weight]
+    apart = {"pre": rows, "gates": kept, "output": states[0], "h_n": last[0], "h0": initial[0]}
+    for k, name in enumerate(("", "1", "2"), 1):
+        apart |= {f"c{name}": states[k], f"c_n{name}": last[k], f"c0{name}": initial[k]}
+    for name, x in apart.items():
+        assert [own[name] for own in heads] == [x[:, 8 * k :].data_ptr() for k in range(4)]
+    assert [own["offsets"] for own in heads] == [offsets.data_ptr()] * 4
+    assert [own["resets"] for own in heads] == [resets.data_ptr()] * 4
+    assert len({own[memory] for own in heads for memory in ("states", "packed", "marks")}) == 12
+    step = cuda_launch._launch_of(executor._geometry, 0, 5, 2, True, True, True, 1).bytes
+    for memory, size in step.items():
+        ends = sorted(own[memory] for own in heads)
+        assert all(b - a >= size for a, b in itertools.pairwise(ends))
+
+
 def test_both_passes_of_training_are_compiled_together(imagined):
     plan_of("gru", 256, f16, training=True)
     assert [g.backward for g in imagined.pop()] == [False, True]

@@ -3,7 +3,7 @@
 ================  ==============================================================================
 ``symbolic/``     a function as graphs of scalar operations: traced, simplified, printed
 ``linear/``       recurrences that are linear in the state, computed as scans, and their layers
-``nonlinear/``    other recurrences of one or two states: step by step, or by Newton's method over time
+``nonlinear/``    other recurrences: step by step, or by Newton's method over time
 ``weighted/``     non-linear recurrences with a recurrent weight matrix, in persistent kernels
 ``arguments.py``  the arguments that the operators of these recurrences share
 ``complex.py``    the complex linear scan, a real recurrence of two states

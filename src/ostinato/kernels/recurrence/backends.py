@@ -46,7 +46,7 @@ class LinearKernels(Protocol):
 
 
 class NonlinearKernels(Protocol):
-    """Kernels of recurrences that are not linear in their one or two states.
+    """Kernels of recurrences that are not linear in their states.
 
     They are ``nonlinear/cpu.py`` and ``nonlinear/cuda.py``.  The CPU's module also has a class ``Step``: one step of
     any recurrence, without a matrix product.

@@ -1,4 +1,4 @@
-"""Recurrences that are not linear in their one or two states, ``h[t] = f(h[t-1], x[t])``.
+"""Recurrences that are not linear in their states, ``h[t] = f(h[t-1], x[t])``.
 
 =================  ======================================================================
 ``operator.py``    a recurrence as a differentiable operator

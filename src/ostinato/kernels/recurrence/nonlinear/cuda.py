@@ -203,7 +203,7 @@ class _Launches:
         adjacent = self._marks[2] == 1 and not reverse and cu_seqlens is None and starts % AHEAD == 0
         self._resets = 0 if resets is None else 1 + adjacent
         self._long_offsets = any(x is not None and _needs_long_offsets(x) for x in tensors)
-        # Two states do not fit into as few registers.
+        # Several states do not fit into as few registers.
         self._dense = self.chunks > 1 and trace.states == 1 and like.dtype != torch.float64
 
     def compile_ahead(self) -> None:

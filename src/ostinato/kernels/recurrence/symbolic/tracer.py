@@ -80,7 +80,7 @@ def call_function(function: Callable, states: Sequence[Tensor], arguments: Seque
     if len(states) < 2:
         results = function(*states, *arguments)
         if states and isinstance(results, tuple | list):
-            several = f"{len(results)} values; two states are one parameter, a pair named state"
+            several = f"{len(results)} values; several states are one parameter, a tuple named state"
             raise TypeError(f"{_name(function)} must return the next state; got {several}")
         return results
     try:
