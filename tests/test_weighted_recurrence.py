@@ -445,6 +445,38 @@ def test_transforms(cell):
     assert_all_close(torch.func.grad(loss_of_jvp, everything)(*primals), want)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gradient_of_the_function_s_own_counts_in_every_mode(packed):
+    options, batch, sequences = packed_or_not(packed)
+    weight, arguments, h0 = inputs("spiking", batch, 4, 3, sequences)
+    leaves = [weight, *arguments, *h0]
+    everything, primals = tuple(range(len(leaves))), tuple(x.detach() for x in leaves)
+
+    def results(*given, backend="auto"):
+        return call("spiking", given[0], given[1:-2], given[-2:], backend=backend, **options)
+
+    def loss(*given, backend="auto"):
+        return sum((y * torch.arange(1.0, 1 + y.numel()).view(y.shape)).sum() for y in results(*given, backend=backend))
+
+    want = torch.autograd.grad(loss(*leaves, backend="torch"), leaves)
+    assert want[0].abs().max() > 0.1
+    assert_all_close(torch.autograd.grad(loss(*leaves), leaves), want)
+    assert_all_close(torch.func.grad(loss, everything)(*primals), want)
+    assert_all_close(torch.autograd.functional.jacobian(loss, primals, vectorize=True), want)
+    grads = torch.autograd.grad(loss(*leaves), leaves, torch.tensor([1.0, 2.0]), is_grads_batched=True)
+    assert_all_close([g[1] / 2 for g in grads], want)
+    tangents = tuple(map(torch.cos, primals))
+    _, moved = torch.func.jvp(loss, primals, tangents)
+    assert_close(moved, sum((g * d).sum() for g, d in zip(want, tangents, strict=True)))
+    second = []
+    for backend in ("auto", "torch"):  # the derivatives of the function's own backward
+        grads = torch.autograd.grad(loss(*leaves, backend=backend), leaves, create_graph=True)
+        sums = sum((g * g.detach().cos()).sum() for g in grads)
+        second.append(torch.autograd.grad(sums, leaves))
+    assert_all_close(*second)
+    assert second[0][0].abs().max() > 0.1
+
+
 def test_gradients_in_batches():
     weight, arguments, h0 = inputs("peephole", 2, 5)
     leaves = [weight, *arguments, *h0]
@@ -798,6 +830,7 @@ def test_plans_on_a_cpu():
         plan = janet.plan(f, x, weight_hh=weight, training=True)
         assert (plan.path, plan.has_kernel) == ("steps", False)
         assert plan.reason == "on a CPU, every step is a matrix product and a generated loop"
+    assert janet.plan(x[:0], x[:0], weight_hh=weight).reason == "there is nothing to compute"
     for backend in ("torch", "reference"):
         plan = janet.plan(x, c=x, weight_hh=weight, backend=backend)
         assert plan.reason == "the function itself runs in PyTorch, step by step"

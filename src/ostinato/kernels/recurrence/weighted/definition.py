@@ -1,6 +1,8 @@
 """The definition of a recurrence with recurrent weights, step by step in PyTorch operations."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ from ostinato.kernels.recurrence.arguments import in_order, initial_states
 from ostinato.kernels.recurrence.backends import nonlinear_kernels_on
 from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
-from ostinato.kernels.recurrence.symbolic.trace import parse
+from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
+from ostinato.kernels.recurrence.weighted.step import one_step
 from ostinato.kernels.scan import order_of
 
 
@@ -35,8 +38,21 @@ def with_products(arguments: Sequence[Tensor], h: Tensor, weight_hh: Tensor) -> 
     return [*sums, *arguments[len(sums) :]]
 
 
-def by_steps(
-    recurrence: str,
+def by_steps(recurrence: str, *others: Any) -> tuple[Tensor, ...]:
+    """The operator ``weighted_recurrence`` in PyTorch operations; differentiable, so that zeros are kept."""
+    trace = parse(recurrence)
+    return _by_steps(trace, functools.partial(evaluate, trace.forward), *others)
+
+
+def differentiable_by_steps(recurrence: str, *others: Any) -> tuple[Tensor, ...]:
+    """The same with the trace's own derivatives, as the function may replace those of its operations."""
+    trace = parse(recurrence)
+    return _by_steps(trace, one_step(trace), *others)
+
+
+def _by_steps(
+    trace: Trace,
+    advance: Callable[[list[Tensor]], Sequence[Tensor]],
     weight_hh: Tensor,
     sequences: Tensor,
     parameters: Tensor,
@@ -47,8 +63,7 @@ def by_steps(
     backend: str,
     training: bool,
 ) -> tuple[Tensor, ...]:
-    """The operator ``weighted_recurrence`` in PyTorch operations; differentiable, so that zeros are kept."""
-    trace = parse(recurrence)
+    """The operator, given the function of one step, from the states and the arguments to the next states."""
     width = width_of(weight_hh)
     arguments = in_order(trace.sequences, sequences.split(width, -1), parameters.split(width))
     like = arguments[0]
@@ -56,7 +71,7 @@ def by_steps(
     weight = weight_hh.to(dtype)
 
     def step(before: list[Tensor], step_arguments: list[Tensor]) -> Sequence[Tensor]:
-        return evaluate(trace.forward, [*before, *with_products(step_arguments, before[0], weight)])
+        return advance([*before, *with_products(step_arguments, before[0], weight)])
 
     initial = [x.to(dtype) for x in initial_states(trace, like, h0, cu_seqlens)]
     results = sequential(step, initial, [x.to(dtype) for x in arguments], order_of(cu_seqlens, resets, reverse))

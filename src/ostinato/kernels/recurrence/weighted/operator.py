@@ -17,7 +17,7 @@ from ostinato.kernels.recurrence.arguments import concatenated_states, last_shap
 from ostinato.kernels.recurrence.backends import nonlinear_kernels_on
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
 from ostinato.kernels.recurrence.weighted import stepwise
-from ostinato.kernels.recurrence.weighted.definition import by_steps, empty_kept, width_of
+from ostinato.kernels.recurrence.weighted.definition import by_steps, differentiable_by_steps, empty_kept, width_of
 from ostinato.kernels.recurrence.weighted.layer import Executor, Layer
 from ostinato.kernels.recurrence.weighted.rows import Rows
 from ostinato.kernels.scan import Order, order_of
@@ -87,6 +87,8 @@ def _executor_of(layer: Layer, like: Tensor, backward: bool, training: bool) -> 
 
 def plan_of(recurrence: str, weight_hh: Tensor, like: Tensor, order: Order, backend: str, training: bool) -> Plan:
     """How a call with sequences like `like`, (B, T, D), runs."""
+    if like.numel() == 0:
+        return no_kernel("there is nothing to compute")
     if nonlinear_kernels_on(backend, like.device.type) is None:
         return no_kernel("the function itself runs in PyTorch, step by step")
     if not like.is_cuda:
@@ -217,10 +219,10 @@ def _composite(recurrence: str, *others: Any) -> tuple[Tensor, ...]:
     args, tensors = (recurrence, *others[:8], False), others[8:]
     cotangents = [*(g if g.numel() else None for g in tensors[: 2 * parse(recurrence).states]), None]
     wanted = [isinstance(x, Tensor) and x.is_floating_point() for x in args]
-    return tuple(or_empty(g, args[2]) for g in gradients(by_steps, args, cotangents, wanted)[1:5])
+    return tuple(or_empty(g, args[2]) for g in gradients(differentiable_by_steps, args, cotangents, wanted)[1:5])
 
 
 _backward = gradient("weighted_recurrence_backward", _backward_impl, _backward_fake, composite=_composite)
 weighted_recurrence = operator(
-    "weighted_recurrence", _forward, _fake, _context, _grad, plain=by_steps, composite=by_steps
+    "weighted_recurrence", _forward, _fake, _context, _grad, plain=by_steps, composite=differentiable_by_steps
 )
