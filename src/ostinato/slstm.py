@@ -38,9 +38,9 @@ class SLSTM(RecurrenceLayers[FourTensors]):
 
         h_t = \sigma(\tilde o_t) \odot c_t / n_t
 
-    m keeps the exponents in range, and cancels out of h; where a sequence begins, it is the input gate's exponent.  R is
-    block-diagonal: a head's gates see only the head's own part of h.  The block around the layer, with its convolution,
-    its norm and its projections, is not included.
+    m keeps the exponents in range, and cancels out of h; where a sequence begins, it is the input gate's exponent.  R
+    is block-diagonal: a head's gates see only the head's own part of h.  The block around the layer, with its
+    convolution, its norm and its projections, is not included.
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
