@@ -242,6 +242,9 @@ def test_no_channels(backend):
     for weights in (weight, weight[None], weight.expand(2, 0, 0)):
         got = call("gru", weights, arguments, h0, backend=backend)
         assert [y.shape for y in got] == [(2, STEPS, 0), (2, 0)]
+    for weights in (weight.new_empty(0), weight.new_empty(1, 1, 1, 1), weight.new_empty(0, 0, 0)):
+        with pytest.raises(ValueError, match=r"weight_hh must have shape \(G \* 0, 0\), or .* of 4 arguments; got"):
+            call("gru", weights, arguments, h0, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
@@ -754,7 +757,7 @@ def test_any_shapes(data):
 
 
 X, C, W = torch.randn(2, 5, 3), torch.randn(3), torch.randn(6, 3)
-SHAPE = r"weight_hh must have shape \(G \* 3, 3\), or .* of N heads, for the first G of 2 arguments; got "
+SHAPE = r"weight_hh must have shape \(G \* 3, 3\), or .* of H heads, for the first G of 2 arguments; got "
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,9 @@ def recurrence(function: Callable | None = None, *, states: int | None = None) -
     float16 and bfloat16 are computed in float32.
     ``weight_hh``, (G * D, D), for recurrences with a state: its products with ``h`` before the step are added to the
     first G arguments, those of its first D rows to the first argument, and so on.  It is rounded to the results' dtype.
-    Of N heads that only see their own part of the state, it is (N, G * D / N, D / N), the matrix of each.
-    ``h0``, the initial state, (B, D), a tuple of them for several states, zero if absent.
+    Of H heads that only see their own part of the state, it is (H, G * D / H, D / H), the matrix of each.
+    ``h0``, the initial state, (B, D), or (N, D) of N sequences with ``cu_seqlens``, a tuple of them for several states,
+    zero if absent.
     ``resets``, bool, (B, T): where True, the state is zero before that step, in scan order.
     ``reverse``, ``cu_seqlens`` and ``backend`` as in :func:`ostinato.linear_scan`.
     The result's ``plan``, of the arguments of a call with ``weight_hh``, says how it runs.
@@ -499,10 +500,10 @@ class Recurrence:
         if not self.states:
             raise TypeError(f"weight_hh needs a state: the first parameter of {self} would be named h or state")
         check_floating("weight_hh", weight_hh)
-        heads, rows, columns = (1, 0, 0) if weight_hh.dim() not in (2, 3) else (1, *weight_hh.shape)[-3:]
+        heads, rows, columns = (1, *weight_hh.shape)[-3:] if weight_hh.dim() in (2, 3) else (0, 0, 0)
         products = max(1, rows // max(columns, 1))
         if heads * columns != width or rows != products * columns or not heads or products > most:
-            shape = f"(G * {width}, {width}), or (N, G * {width} / N, {width} / N) of N heads"
+            shape = f"(G * {width}, {width}), or (H, G * {width} / H, {width} / H) of H heads"
             shape = f"{shape}, for the first G of {most} arguments"
             raise ValueError(f"weight_hh must have shape {shape}; got {tuple(weight_hh.shape)}")
         if weight_hh.device != like.device:

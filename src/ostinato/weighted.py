@@ -33,7 +33,8 @@ def run_all_steps(
 
     Args:
         trace: the trace of the function for these kinds of arguments.
-        weight_hh: (G*D, D), whose products with the previous h are added to the first G arguments, or that of heads.
+        weight_hh: (G*D, D), or (H, G*D/H, D/H) of H heads, whose products with the previous h are added to the first G
+            arguments.
         dtype: the dtype of the results.
         sequences: the arguments over time, (B, T, D) each, of that dtype, or one tensor with all, (B, T, N*D).
         parameters: the arguments per channel, (D,) each, or one tensor with all, (P*D,).

@@ -15,8 +15,8 @@ class Layer(NamedTuple):
 
     Attributes:
         trace: the trace of the function, whose first arguments are sequences.
-        weight_hh: (G * D, D); its products with the previous state are added to the first G arguments.  Or, of N heads,
-            (N, G * D / N, D / N): those of each head's channels with its part of the state.
+        weight_hh: (G * D, D); its products with the previous state are added to the first G arguments.  Or, of H heads,
+            (H, G * D / H, D / H), the matrix of each, whose products are with the head's part of the state.
         parameters: the arguments per channel, (P, D).
         initial: the initial states, (sequences, D) each; None for zeros.
         sequences: which rows are which steps of which sequences.
@@ -35,7 +35,7 @@ class Layer(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """N, 1 for a matrix of all channels."""
+        """H, 1 for a matrix of all channels."""
         return self.weight_hh.shape[0] if self.weight_hh.dim() == 3 else 1
 
     @property
@@ -49,7 +49,7 @@ class Layer(NamedTuple):
         return self.products * self.width
 
     def by_head(self, x: Tensor) -> Tensor:
-        """(rows, n * D) as (N, rows, n, D / N), a view."""
+        """(rows, n * D) as (H, rows, n, D / H), a view."""
         return x.unflatten(-1, (-1, self.heads, self.width // self.heads)).permute(2, 0, 1, 3)
 
 
