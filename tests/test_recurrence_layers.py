@@ -364,6 +364,24 @@ def test_slstm_has_results_for_gates_of_any_size(shift, scale, backend):
     assert_close((h, *torch.autograd.grad(h, gates, weights)), (want, *torch.autograd.grad(want, gates, weights)), 1e-9)
 
 
+def test_slstm_begins_with_long_and_short_memories_in_each_head():
+    """Biases of forget gates are 5 - 12 x^(0.3 + 1.3 l), where x is 0 to 1 over a head's units, l over the layers."""
+    layer = ostinato.SLSTM(4, 10, 3, bidirectional=True, num_heads=2)
+    exponents = [0.3, 0.95, 1.6]
+    for name in layer.state_dict():
+        if not name.startswith("bias"):
+            continue
+        exponent = exponents[int(name.removesuffix("_reverse")[-1])]
+        of_head = torch.tensor([5 - 12 * (unit / 4) ** exponent for unit in range(5)])
+        i, f, z, o = getattr(layer, name).detach().unflatten(0, (4, 10))
+        torch.testing.assert_close(f, torch.cat([of_head, of_head]))
+        assert not any(y.any() for y in (i, z, o))
+    for name in ("weight_ih_l0", "weight_hh_l0", "weight_hh_l2_reverse"):  # as those of torch.nn.LSTM
+        assert 0.25 < getattr(layer, name).detach().abs().max() <= 10**-0.5
+    (only,) = (y.detach() for name, y in ostinato.SLSTM(4, 3).named_parameters() if name.startswith("bias"))
+    torch.testing.assert_close(only[3:6], torch.tensor([5, 5 - 12 * 0.5**0.3, -7]))  # one head, of an odd number
+
+
 def test_lru_begins_on_the_ring():
     torch.manual_seed(0)
     layer = ostinato.LRU(4, 4096, radius=(0.6, 0.9), max_phase=1.0)
