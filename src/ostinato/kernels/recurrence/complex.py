@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ostinato.kernels.recurrence.arguments import concatenated_states
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence
 from ostinato.kernels.recurrence.symbolic.tracer import trace
 from ostinato.kernels.scan import Order, choose_backend
@@ -35,7 +36,7 @@ def linear_scan(
         if isinstance(kernels, TorchBackend):  # PyTorch operations support and differentiate complex numbers
             check_cu_seqlens(cu_seqlens, b.shape[1])
             return kernels.linear_scan(a, b, h0, Order(cu_seqlens, resets, reverse))
-    initial = None if h0 is None else torch.cat(_parts(h0), -1)
+    initial = None if h0 is None else concatenated_states(_parts(h0))
     options = cu_seqlens, resets, reverse, backend
     h, h_imaginary, last, last_imaginary = nonlinear_recurrence(_RECURRENCE, initial, *options, *_parts(a), *_parts(b))
     return torch.complex(h, h_imaginary), torch.complex(last, last_imaginary)

@@ -60,18 +60,17 @@ def backward(
 
 
 def _adder(layer: Layer, weight: Tensor) -> Callable[[Tensor, Tensor], Any]:
-    """A function that adds to its first argument the products of its second, (rows, ...), with a matrix.
+    """A function that adds to its first argument the product of its second, (rows, ...), with the layer's weights.
 
-    Of several heads, those of each head's part with the head's matrix.
+    `weight` are these weights or their transposes, in the dtype of both arguments; those of heads multiply each head's
+    part.
     """
     if weight.dim() == 2:
         return lambda onto, x: onto.addmm_(x, weight)
-    heads, units = layer.heads, layer.width // layer.heads
 
     def add(onto: Tensor, x: Tensor) -> None:
-        rows = len(x)
-        products = torch.bmm(x.view(rows, -1, heads, units).permute(2, 0, 1, 3).flatten(2), weight)
-        onto.view(rows, -1, heads, units).add_(products.view(heads, rows, -1, units).permute(1, 2, 0, 3))
+        of_heads = layer.by_head(onto)
+        of_heads.add_(torch.bmm(layer.by_head(x).flatten(2), weight).view(of_heads.shape))
 
     return add
 
