@@ -217,14 +217,15 @@ def test_heads_are_computed_at_once_where_they_fit(hidden, heads, imagined):
             assert chosen.heads_at_once == max(n for n in range(1, 10) if heads % n == 0)
 
 
-def test_heads_are_launched_with_their_own_parts_of_all_tensors(monkeypatch):
-    """Of four heads, two at once."""
-    fields, launches = cuda_launch._parameters(3), []
+@pytest.fixture
+def launches(monkeypatch):
+    """The addresses that each launch is given, by name, for each of its heads; nothing runs."""
+    given = []
 
     def launch(device, grid, block, parameters, *_, rows, **__):
-        unpacked = [*fields.all.iter_unpack(parameters)]
-        assert len(unpacked) == rows == 2
-        launches.append([dict(zip(fields.pointers, own, strict=False)) for own in unpacked])
+        fields = next(x for x in map(cuda_launch._parameters, (1, 3)) if rows * x.all.size == len(parameters))
+        unpacked = fields.all.iter_unpack(parameters)
+        given.append([dict(zip(fields.pointers, own, strict=False)) for own in unpacked])
 
     kernel = SimpleNamespace(launch=launch)
     monkeypatch.setattr(cuda_launch, "kernels", lambda *_: cuda_launch._Kernels(kernel, kernel, 132))
@@ -233,30 +234,66 @@ def test_heads_are_launched_with_their_own_parts_of_all_tensors(monkeypatch):
     monkeypatch.setattr(cuda_launch, "launch_stream", lambda device, memory: 0)
     monkeypatch.setattr(cuda_launch, "_launch_of", cuda_launch._launch_of.__wrapped__)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
-    (geometry,) = (g for g in generated(printed("four states"), 8, 2, f32, False) if not g.distributed)
-    weight, initial = torch.zeros(4, 32, 8), [torch.zeros(2, 32) for _ in range(4)]
+    return given
+
+
+def of_four_heads(cell, backward):
+    """The executor of a pass, two heads at once, and a layer of 8 units each, of two packed sequences of 5 steps."""
+    geometry = next(g for g in generated(printed(cell), 8, 2, f32, backward) if not g.distributed)
     offsets, resets = torch.arange(0, 12, 2, dtype=torch.int32), torch.zeros(10, dtype=torch.bool)
-    sequences = Sequences(2, offsets, resets)
-    layer = Layer(traced("four states"), weight, torch.zeros(0, 32), initial, sequences)
+    trace = traced(cell)
+    initial = [torch.zeros(2, 32) for _ in range(trace.states)]
+    weight, parameters = torch.zeros(4, 32, 8), torch.zeros(trace.sequences.count(False), 32)
     executor = persistent.Persistent(geometry._replace(heads=4, heads_at_once=2))
-    rows = torch.zeros(10, 128)
-    states, last, kept = executor.forward(layer, rows, True)
+    return executor, Layer(trace, weight, parameters, initial, Sequences(2, offsets, resets))
+
+
+def assert_heads_are_apart(launches, executor, layer, tensors):
+    """The launches of both halves of the heads have each head's part of the `tensors`, by name, and of the others."""
     assert len(launches) == 4  # of the kernel that prepares, and of the loop, for two heads each
     assert launches[0] == launches[1]
+    assert launches[2] == launches[3]
     heads = [*launches[0], *launches[2]]
-    assert [own["weight"] for own in heads] == [x.data_ptr() for x in weight]
-    apart = {"pre": rows, "gates": kept, "output": states[0], "h_n": last[0], "h0": initial[0]}
+    assert len(heads) == 4
+    assert [own["weight"] for own in heads] == [x.data_ptr() for x in layer.weight_hh]
+    for name, x in tensors.items():
+        assert [own[name] for own in heads] == [x[:, 8 * k :].data_ptr() for k in range(4)], name
+    for name, x in (("offsets", layer.sequences.offsets), ("resets", layer.sequences.resets)):
+        assert [own[name] for own in heads] == [x.data_ptr()] * 4
+    keeps = not executor._geometry.backward
+    for memory, size in cuda_launch._launch_of(executor._geometry, 0, 5, 2, True, True, keeps, 1).bytes.items():
+        starts = [own[memory] for own in heads]
+        assert all(b - a >= size for a, b in itertools.pairwise(starts))
+    return heads
+
+
+def test_heads_are_launched_forward_with_their_own_parts_of_all_tensors(launches):
+    executor, layer = of_four_heads("four states", False)
+    rows = torch.zeros(10, 128)
+    states, last, kept = executor.forward(layer, rows, True)
+    tensors = {"pre": rows, "gates": kept, "output": states[0], "h_n": last[0], "h0": layer.initial[0]}
     for k, name in enumerate(("", "1", "2"), 1):
-        apart |= {f"c{name}": states[k], f"c_n{name}": last[k], f"c0{name}": initial[k]}
-    for name, x in apart.items():
-        assert [own[name] for own in heads] == [x[:, 8 * k :].data_ptr() for k in range(4)]
-    assert [own["offsets"] for own in heads] == [offsets.data_ptr()] * 4
-    assert [own["resets"] for own in heads] == [resets.data_ptr()] * 4
-    assert len({own[memory] for own in heads for memory in ("states", "packed", "marks")}) == 12
-    step = cuda_launch._launch_of(executor._geometry, 0, 5, 2, True, True, True, 1).bytes
-    for memory, size in step.items():
-        ends = sorted(own[memory] for own in heads)
-        assert all(b - a >= size for a, b in itertools.pairwise(ends))
+        tensors |= {f"c{name}": states[k], f"c_n{name}": last[k], f"c0{name}": layer.initial[k]}
+    assert_heads_are_apart(launches, executor, layer, tensors)
+
+
+@pytest.mark.parametrize("cell", ["four states", "peephole"])
+def test_heads_are_launched_backward_with_their_own_parts_of_all_tensors(cell, launches):
+    executor, layer = of_four_heads(cell, True)
+    rows, count = torch.zeros(10, 128), layer.trace.states
+    before, grads = ([torch.zeros(10, 32) for _ in range(count)] for _ in range(2))
+    grads_last = [torch.zeros(2, 32) for _ in range(count)]
+    grad_rows, _, grad_initial = executor.backward(layer, rows, before, grads, grads_last)
+    tensors = {"pre": rows, "grads": grad_rows, "before": before[0], "grad_output": grads[0]}
+    tensors |= {"grad_h_n": grads_last[0], "grad_h0": grad_initial[0]}
+    for k, name in enumerate(("", "1", "2")[: count - 1], 1):
+        tensors |= {f"c_before{name}": before[k], f"grad_c{name}": grads[k]}
+        tensors |= {f"grad_c_n{name}": grads_last[k], f"grad_c0{name}": grad_initial[k]}
+    if len(layer.parameters):
+        tensors |= {"parameters": layer.parameters}
+    heads = assert_heads_are_apart(launches, executor, layer, tensors)
+    if len(layer.parameters):
+        assert [own["totals"] - heads[0]["totals"] for own in heads] == [0, 32, 64, 96]  # bytes of 8 numbers each
 
 
 def test_both_passes_of_training_are_compiled_together(imagined):

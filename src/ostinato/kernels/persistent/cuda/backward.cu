@@ -32,7 +32,7 @@ template <> struct Total<true> { using type = double; };
 struct Units : Block {
     const Parameters& p;
     float dh[ITEMS], dc[ITEMS][BESIDE_H];  // gradients of the states after the step that is processed next
-    float d[ITEMS][PULLED];              // gradients of the cell's arguments at this step, and of its parameters
+    float d[ITEMS][PULLED];                // gradients of the cell's arguments at this step, and of its parameters
     using Sum = typename Total<SCATTERS && EXACT>::type;
     Sum totals[UNITS_OF_THREAD][TOTALS + 1] = {};  // sums of the last TOTALS of `d`, over steps and the items of a unit
     float parameter[UNITS_OF_THREAD][Cell::PARAMETERS + 1];

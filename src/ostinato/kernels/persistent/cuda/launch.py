@@ -50,10 +50,15 @@ class _Parameters(NamedTuple):
 @functools.cache
 def _parameters(beside: int) -> _Parameters:
     """The fields for cells with so many states beside h."""
-    of_each = {name: [name, *(f"{name}{k}" for k in range(1, beside))] for name in _OF_STATES_BESIDE_H}
+    of_each = {name: names_beside_h(name, beside) for name in _OF_STATES_BESIDE_H}
     pointers = *_POINTERS, *itertools.chain(*of_each.values())
     in_pairs = frozenset(itertools.chain(*(of_each.get(name, [name]) for name in _IN_PAIRS)))
     return _Parameters(pointers, in_pairs, struct.Struct(f"{len(pointers)}Q6i"))
+
+
+def names_beside_h(name: str, count: int) -> list[str]:
+    """The names of the tensors of so many states beside h, given that of the first."""
+    return [f"{name}{k or ''}" for k in range(count)]
 
 
 def most_heads(cell: Cell) -> int:
@@ -239,15 +244,15 @@ def _addresses(
     addresses["failure"] = _failure(pre.get_device()).address
     if geometry.heads == 1:
         return [(addresses.values(), reverse)]
-    apart = dict.fromkeys(addresses, 0)  # bytes between heads
+    strides = dict.fromkeys(addresses, 0)  # bytes between heads
     for name, x in tensors.items():
         if x is None or name in _OF_ALL_HEADS:
             continue
-        apart[name] = x.nbytes // geometry.heads if name == "weight" else geometry.hidden_size * x.itemsize
-    apart |= {name: _head_bytes(size) for name, size in prepared.bytes.items()}
-    return [([addresses[x] + k * apart[x] for x in addresses], reverse) for k in range(geometry.heads)]
+        strides[name] = x.nbytes // geometry.heads if name == "weight" else geometry.hidden_size * x.itemsize
+    strides |= {name: _head_bytes(size) for name, size in prepared.bytes.items()}
+    return [([addresses[x] + k * strides[x] for x in addresses], reverse) for k in range(geometry.heads)]
 
 
 def _head_bytes(size: int) -> int:
-    """Bytes of a head's part of the workspace: those of one head's part, aligned as the kernels need."""
+    """The bytes between two heads' parts of the workspace, of this size each, aligned as the kernels need."""
     return -(-size // 256) * 256

@@ -59,7 +59,7 @@ def macros(
         resets: whether states are reset inside sequences.
         packed: whether sequences are packed.
         keeps: whether the forward saves the gates' pre-activations.
-        rows: the number of directions of a layer, or of heads of a recurrence, that one launch runs.
+        rows: of the launch's grid, one for each direction of a layer or head of a recurrence.
     """
     return (
         ("SCALAR", SCALARS[geometry.dtype]),
@@ -91,7 +91,7 @@ def macros(
         ("RESETS", int(resets)),
         ("OFFSETS", int(packed)),
         ("KEEPS_GATES", int(keeps)),
-        ("DIRECTIONS", rows),
+        ("GRID_ROWS", rows),
         *_macros_of_product(geometry),
     )
 

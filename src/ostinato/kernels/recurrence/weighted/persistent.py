@@ -17,7 +17,7 @@ from ostinato.kernels.persistent.cuda.heuristics.cells import Cell
 from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
 from ostinato.kernels.persistent.cuda.heuristics.geometry import Geometry
 from ostinato.kernels.persistent.cuda.heuristics.search import choose_geometry
-from ostinato.kernels.persistent.cuda.launch import compile_kernels, launch, most_heads
+from ostinato.kernels.persistent.cuda.launch import compile_kernels, launch, most_heads, names_beside_h
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.kernels.recurrence.symbolic.trace import Trace
 from ostinato.kernels.recurrence.weighted.cell import print_cell
@@ -144,5 +144,5 @@ def _direction(layer: Layer, tensors: dict[str, Any]) -> tuple[arguments.Layer, 
 
 
 def _named(h: str, c: str, tensors: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-    """Tensors of all states by their names in the launch: that of h, and those of the states beside it."""
-    return {h if k == 0 else c if k == 1 else f"{c}{k - 1}": x for k, x in enumerate(tensors)}
+    """Tensors of all states by their names in the launch, given those of h and of the first state beside it."""
+    return dict(zip((h, *names_beside_h(c, len(tensors) - 1)), tensors, strict=False))

@@ -11,7 +11,7 @@ class Cell(NamedTuple):
         products: rows of the recurrent matrix.
         inputs: numbers that are given at each step.
         parameters: numbers that are the same at each step.
-        states: h and those beside it, which no other unit reads.
+        states: the number of states, h and those beside it, which no other unit reads.
         outputs: states that the layer returns for each step.
         derivatives: numbers of a step that are kept until the gradients of its states arrive.
         gradients: numbers that the backward computes at each step.
