@@ -279,7 +279,8 @@ def heads(in_clusters, cell, width, count, batch, dtype):
         layer = width // count, batch, dtype
         found = persistent_geometries.generated(test_weighted.printed(cell), *layer, backward, properties=properties)
         for chosen in (g for g in found if (g.cluster > 1 or g.distributed) == in_clusters):
-            for at_once in {1, count if chosen.blocks * chosen.groups * count <= 132 else 1}:
+            resident = chosen.blocks * chosen.groups * count <= properties.multi_processor_count
+            for at_once in {1, count if resident else 1}:
                 case = test_weighted.Case(cell, width, batch, dtype, 6, at_once == 1, 0.3, heads=count)
                 run = case.backward if backward else case.forward
                 run(Persistent(chosen._replace(heads=count, heads_at_once=at_once)))

@@ -112,5 +112,5 @@ class ChannelCheck:
         return {"forward": {"output": errors["output"]}, "backward": gradients, "forward+backward": errors}
 
     def _inputs(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Those of the tensors that have a time axis: a and b of a scan, x of a layer."""
+        """Those of the tensors that have a time axis, before weights of heads: a and b of a scan, x of a layer."""
         return tuple(x for x in tensors if x.dim() == 3)[: len(self.work.inputs)]

@@ -30,7 +30,8 @@ app = typer.Typer(help="Measure speed against the machine's limit and other impl
 KINDS = {
     "scan": "linear_scan against torch.add, accelerated-scan and PyTorch's own scan and loop.",
     "layer": "MinGRU and MinLSTM against their own matrix product, minGRU-pytorch, nn.GRU and nn.LSTM.",
-    "recurrence": "Recurrences made of equations against torch.add and fla's; ParaGRU and ParaLSTM against pararnn's.",
+    "recurrence": "Recurrences made of equations against torch.add and fla's; ParaGRU and ParaLSTM against pararnn's, "
+    "SLSTM against FlashRNN's.",
     "persistent": "RNN, GRU and LSTM in inference, dense or pruned, against cuDNN, GEMMs and cuSPARSE.",
     "networks": "The recurrent layers of published networks, dense and pruned, against torch.nn's.",
 }

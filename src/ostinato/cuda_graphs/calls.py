@@ -53,7 +53,7 @@ def worth_capturing(weights: Sequence[Tensor], rows: int, most_bytes: int = MOST
 
 def _saved_bytes(weights: Sequence[Tensor], rows: int) -> int:
     """Roughly what a call with this many rows saves for its backward: a number for each gate, a few for each unit."""
-    matrices = [x for x in weights if x.dim() > 1]  # of several heads, one after another
+    matrices = [x for x in weights if x.dim() > 1]  # or several in one tensor, such as those of heads
     return sum((x.shape[-2] + 3 * x.shape[-1]) * x.shape[:-2].numel() * x.itemsize for x in matrices) * rows
 
 

@@ -130,7 +130,7 @@ def _compiler_version() -> str:
 
 @functools.cache
 def most_parameter_bytes() -> int:
-    """The bytes that a kernel's parameters may take, of CUDA 12.1 or later, compiler and driver alike, 32,764.
+    """The most bytes that a kernel's parameters may take: more where NVRTC and the driver are of CUDA 12.1 or later.
 
     NVRTC is that of PyTorch's CUDA version.
     """
