@@ -56,7 +56,8 @@ def recurrence(function: Callable | None = None, *, states: int | None = None) -
     elsewhere, and with ``backend="torch"`` and ``"reference"``, the function itself runs in PyTorch.  Channels are
     independent: whatever mixes them comes before or after the recurrence, except for the products of a matrix,
     ``weight_hh``, with the state before each step.  With these, on an NVIDIA GPU, the kernels of
-    :class:`ostinato.LSTM` run the function in place of their own cell, and keep the matrix on the chip where it fits.
+    :class:`ostinato.LSTM` run the function in place of their own cell, and keep the matrix on the chip where it fits;
+    the arguments with the products added are saved, too.
 
     The result is called as ``h, h_last = f(*arguments, weight_hh=None, h0=None, resets=None, reverse=False,
     cu_seqlens=None, backend="auto")`` and differentiable in the arguments, ``weight_hh`` and ``h0``.
