@@ -39,6 +39,9 @@ def test_which_layers_are_captured(monkeypatch):
     assert calls.worth_capturing(weights, 21)
     assert calls.worth_capturing(weights, 107_000)  # 4 bytes of 96 + 3*16 and of 96 + 3*24 numbers: 128 MB
     assert not calls.worth_capturing(weights, 108_000)
+    heads = [torch.nn.Parameter(torch.empty(4, 24, 16))]  # 4 bytes of 24 + 3*16 numbers of each
+    assert calls.worth_capturing(heads, 116_000)
+    assert not calls.worth_capturing(heads, 117_000)
     assert not calls.worth_capturing([x.data for x in weights], 21)  # which another call has elsewhere
     with monkeypatch.context() as other:
         other.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")

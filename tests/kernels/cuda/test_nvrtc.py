@@ -90,3 +90,14 @@ def test_threads_may_compile_a_process_s_first_kernels_at_once(processes):
     process = processes.apart(compile_at_once)
     process.join(60)
     assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("compiler", "installed", "most"),
+    [("12.0", 13000, 4096), ("12.1", 12010, 32764), ("13.0", 12000, 4096), ("13.0", 13000, 32764)],
+)
+def test_kernels_may_have_more_parameters_since_cuda_12_1(compiler, installed, most, monkeypatch):
+    driver = pytest.importorskip("cuda.bindings.driver")
+    monkeypatch.setattr(torch.version, "cuda", compiler)
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (driver.CUresult.CUDA_SUCCESS, installed))
+    assert nvrtc.most_parameter_bytes.__wrapped__() == most
