@@ -473,6 +473,9 @@ def test_what_is_shown_of_a_module():
     ("call", "kind", "message"),
     [
         (lambda: ostinato.RGLRU(4, 6, num_blocks=4), ValueError, "num_blocks must divide hidden_size, 6; got 4"),
+        (lambda: ostinato.SLSTM(4, 6, num_heads=4), ValueError, "num_heads must divide hidden_size, 6; got 4"),
+        (lambda: ostinato.SLSTM(4, 6, num_heads=2.0), TypeError, "num_heads must be an int; got float"),
+        (lambda: ostinato.SLSTM(4, "6"), TypeError, "hidden_size must be an int; got str"),
         (lambda: ostinato.RGLRU(4, 6, num_blocks=0), ValueError, "num_blocks must be at least 1; got 0"),
         (lambda: ostinato.LRU(4, 6, radius=(0.9, 1.1)), ValueError, r"radius must be .* got \(0.9, 1.1\)"),
         (lambda: ostinato.LRU(4, 6, radius=0.9), TypeError, "radius must be a pair of numbers; got 0.9"),

@@ -4,6 +4,7 @@ TypeError: an object of the wrong type, or a tensor of the wrong dtype or layout
 device.
 """
 
+import math
 from numbers import Real
 
 import torch
@@ -27,6 +28,21 @@ def check_integers(least: int | None = None, /, **numbers: int) -> None:
             raise ValueError(f"{name} must be at least {least}; got {value}")
         if not torch.compiler.is_compiling() and value >= 1 << 63:  # a compiled program would keep this as a bound
             raise ValueError(f"{name} must be below 2**63; got {value}")
+
+
+def parts_of(hidden_size: int, default: int, **number: int | None) -> int:
+    """The number of equal parts of the hidden units, such as heads: the one given by its name, or else a divisor.
+
+    That is the default, a power of 2, or the largest smaller one that divides.  Raises TypeError or ValueError unless
+    the sizes are positive integers, and the number divides.
+    """
+    check_integers(1, hidden_size=hidden_size)
+    ((name, count),) = number.items()
+    count = math.gcd(hidden_size, default) if count is None else count
+    check_integers(1, **{name: count})
+    if hidden_size % count:
+        raise ValueError(f"{name} must divide hidden_size, {hidden_size}; got {count}")
+    return count
 
 
 def check_numbers(**numbers: float) -> None:

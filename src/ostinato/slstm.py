@@ -1,12 +1,10 @@
 """sLSTM, the LSTM with exponential gates and memory mixing within heads of xLSTM."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ostinato.checks import check_integers
+from ostinato.checks import parts_of
 from ostinato.kernels.matmul.gemm import linear
 from ostinato.layers import draw_parameters
 from ostinato.recurrence import recurrence
@@ -82,12 +80,7 @@ class SLSTM(RecurrenceLayers[FourTensors]):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_integers(1, hidden_size=hidden_size)
-        heads = math.gcd(hidden_size, 4) if num_heads is None else num_heads
-        check_integers(1, num_heads=heads)
-        if hidden_size % heads:
-            raise ValueError(f"num_heads must divide hidden_size, {hidden_size}; got {heads}")
-        self.num_heads = heads
+        self.num_heads = parts_of(hidden_size, 4, num_heads=num_heads)
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
         super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
 

@@ -1,12 +1,10 @@
 """RG-LRU, the real-gated linear recurrent unit of Griffin."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ostinato.checks import check_integers
+from ostinato.checks import parts_of
 from ostinato.kernels.matmul.gemm import linear
 from ostinato.recurrence import recurrence
 from ostinato.recurrence_layers import Parameters, RecurrenceLayers, Run
@@ -75,12 +73,7 @@ class RGLRU(RecurrenceLayers[Tensor]):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_integers(1, hidden_size=hidden_size)
-        blocks = math.gcd(hidden_size, 16) if num_blocks is None else num_blocks
-        check_integers(1, num_blocks=blocks)
-        if hidden_size % blocks:
-            raise ValueError(f"num_blocks must divide hidden_size, {hidden_size}; got {blocks}")
-        self.num_blocks = blocks
+        self.num_blocks = parts_of(hidden_size, 16, num_blocks=num_blocks)
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
         super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
 

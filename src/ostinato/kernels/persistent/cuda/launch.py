@@ -42,7 +42,7 @@ class _Kernels(NamedTuple):
 class _Parameters(NamedTuple):
     """The fields of ``Parameters`` in ``layout.cuh``."""
 
-    pointers: tuple[str, ...]
+    pointers: dict[str, int]  # by name, all of them null
     in_pairs: frozenset[str]  # the pointers to numbers that are loaded two at a time, which must be aligned
     all: struct.Struct  # the pointers and the sizes
 
@@ -51,7 +51,7 @@ class _Parameters(NamedTuple):
 def _parameters(beside: int) -> _Parameters:
     """The fields for cells with so many states beside h."""
     of_each = {name: names_beside_h(name, beside) for name in _OF_STATES_BESIDE_H}
-    pointers = *_POINTERS, *itertools.chain(*of_each.values())
+    pointers = dict.fromkeys((*_POINTERS, *itertools.chain(*of_each.values())), 0)
     in_pairs = frozenset(itertools.chain(*(of_each.get(name, [name]) for name in _IN_PAIRS)))
     return _Parameters(pointers, in_pairs, struct.Struct(f"{len(pointers)}Q6i"))
 
@@ -227,7 +227,7 @@ def _addresses(
     if packed_weights and geometry in packed_weights:  # an earlier launch has packed them
         tensors |= {"weight": None, "packed": packed_weights[geometry]}
     pre, (pointers, in_pairs, _) = tensors["pre"], _parameters(geometry.cell.beside)
-    addresses = dict.fromkeys(pointers, 0)
+    addresses = pointers.copy()
     for name, x in tensors.items():
         if x is not None:
             address = x.data_ptr()

@@ -21,7 +21,7 @@ from ostinato.kernels.recurrence.arguments import (
 )
 from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
-from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
+from ostinato.kernels.recurrence.symbolic.trace import Trace, derivatives, parse
 from ostinato.kernels.scan import Order, order_of
 from ostinato.kernels.scan.operators import linear_scan
 from ostinato.kernels.scan.torch_ops import shift, zeroed
@@ -69,12 +69,10 @@ def jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Tens
     dtype = compute_dtype(backend, states[0])
     before, jacobian = _linearised(trace, states, h0, order, arguments, dtype)
     wide = [x.to(dtype) for x in arguments]
-    one, zero = wide[0].new_ones(()), wide[0].new_zeros(())
     offsets = []
-    for k in range(trace.states):  # the function is elementwise: its gradient is its derivative
-        chosen = [one if i == k else zero for i in range(trace.states)]
-        slopes = evaluate(trace.backward, [*before, *wide, *chosen])[trace.states :]
-        moving = [s * x.to(dtype) for s, x in zip(slopes, argument_tangents, strict=True) if x is not None]
+    for slopes in derivatives(trace, [*before, *wide]):
+        of_arguments = zip(slopes[trace.states :], argument_tangents, strict=True)
+        moving = [s * x.to(dtype) for s, x in of_arguments if x is not None]
         offsets.append(sum(moving, torch.zeros_like(before[0])))
     initial = [x.to(dtype) for x in initial_states(trace, states[0], tangents[1], cu_seqlens)]
     result_tangents = _scan(jacobian, offsets, initial, order._replace(resets=None), backend)

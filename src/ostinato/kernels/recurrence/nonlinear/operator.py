@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.operators.dispatch import gradient, operator
+from ostinato.kernels.operators.dispatch import gradient, operator, or_empty
 from ostinato.kernels.operators.vmap import Groups
 from ostinato.kernels.recurrence.arguments import (
     Call,
@@ -138,7 +138,8 @@ def _backward_impl(
     kernels = nonlinear_kernels_on(backend, like.device.type)
     if like.numel() == 0:
         last = [x.clone() for x in or_zeros(grads_last, last_shape(like, cu_seqlens))]
-        return [_concatenated(None if h0 is None else last, like), *map(torch.zeros_like, arguments)]
+        grad_h0 = None if h0 is None else concatenated_states(last)
+        return [or_empty(grad_h0, like), *map(torch.zeros_like, arguments)]
     if kernels is None:
         with torch.no_grad():
             results = composite(recurrence, h0, cu_seqlens, resets, reverse, backend, *tensors)
@@ -153,16 +154,11 @@ def _backward_impl(
     call = Call(trace, sequences, parameters, initial, order_of(cu_seqlens, resets, reverse))
     cotangents = _or_none(grads), _or_none(grads_last)
     grad_parameters, grads_h0 = kernels.steps_backward(call, states, *cotangents, grad_sequences)
-    grad_h0 = _concatenated(grads_h0, like)
+    grad_h0 = or_empty(None if grads_h0 is None else concatenated_states(grads_h0), like)
     if concatenated is not None:
         return [grad_h0, concatenated, grad_parameters.flatten().to(arguments[1].dtype)]
     copies = [g.to(x.dtype, copy=True) for g, x in zip(grad_parameters, parameters, strict=True)]
     return [grad_h0, *in_order(trace.sequences, grad_sequences, copies)]
-
-
-def _concatenated(grads_h0: Sequence[Tensor] | None, like: Tensor) -> Tensor:
-    """The gradient of the concatenated initial states, empty if these are absent."""
-    return like.new_empty(0) if grads_h0 is None else concatenated_states(grads_h0)
 
 
 def _or_none(grads: Sequence[Tensor]) -> list[Tensor | None]:

@@ -2,10 +2,13 @@
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ostinato.kernels.recurrence.symbolic.builder import Builder
-from ostinato.kernels.recurrence.symbolic.graph import Graph, Node
+from ostinato.kernels.recurrence.symbolic.graph import Graph, Node, evaluate
 
 
 class Trace(NamedTuple):
@@ -49,6 +52,16 @@ def parse(text: str) -> Trace:
 def _graph(fields: list) -> Graph:
     nodes, outputs = fields
     return Graph(tuple(Node(name, tuple(operands), value) for name, operands, value in nodes), tuple(outputs))
+
+
+def derivatives(trace: Trace, inputs: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """For each next state, its derivatives with respect to the inputs, the states and the arguments.
+
+    The function is elementwise, so its gradient is its derivative.
+    """
+    one, zero = inputs[0].new_ones(()), inputs[0].new_zeros(())
+    chosen = ([one if i == k else zero for i in range(trace.states)] for k in range(trace.states))
+    return [evaluate(trace.backward, [*inputs, *grads]) for grads in chosen]
 
 
 def with_state(trace: Trace) -> Trace:

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ostinato.kernels.operators.dispatch import autograd_function
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
-from ostinato.kernels.recurrence.symbolic.trace import Trace
+from ostinato.kernels.recurrence.symbolic.trace import Trace, derivatives
 
 
 @functools.lru_cache(maxsize=256)
@@ -35,15 +35,13 @@ def one_step(trace: Trace) -> Callable[[list[Tensor]], Sequence[Tensor]]:
         return tuple(s.expand(shape).sum_to_size(x.shape) for s, x in zip(slopes, inputs, strict=True))
 
     def push_forward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        moved = []
         with forward_ad._set_fwd_grad_enabled(True):  # PyTorch disables it here, which would drop nested tangents
             inputs = [forward_ad.unpack_dual(x)[0] for x in ctx.saved_tensors]
-            for k in range(trace.states):  # the function is elementwise: its gradient is its derivative
-                chosen = [torch.full_like(inputs[0], float(i == k)) for i in range(trace.states)]
-                slopes = evaluate(trace.backward, [*inputs, *chosen])
-                moves = [s * x for s, x in zip(slopes, tangents, strict=True) if x is not None]
-                moved.append(sum(moves, torch.zeros_like(inputs[0])))
-        return tuple(moved)
+            moves = (
+                [s * x for s, x in zip(slopes, tangents, strict=True) if x is not None]
+                for slopes in derivatives(trace, inputs)
+            )
+            return tuple(sum(of_state, torch.zeros_like(inputs[0])) for of_state in moves)
 
     function = autograd_function(
         trace.name, forward=forward, setup_context=setup_context, backward=backward, jvp=push_forward
