@@ -301,6 +301,11 @@ ON_CUDA: dict[str, list[Workload]] = {
             Training(cell, hidden, batch, 512, dtype=bf16, layers=layers, who=IN_GRAPHS)
             for cell, hidden, batch, layers in STACKS
         ),
+        # Projections, of the sizes of speech recognition and of language models.
+        *(
+            Training("LSTM", hidden, batch, 512, dtype=bf16, who=IN_GRAPHS, projection=projection)
+            for hidden, projection, batch in ((512, 128, 32), (1024, 256, 16), (2048, 640, 8))
+        ),
         # Pruned layers larger than the chip.
         Training("LSTM", 4608, 4, 512, dtype=f16, who=IN_GRAPHS, **PRUNED),
         *(Training("LSTM", hidden, 4, 512, dtype=f16, density=0.1, who=IN_GRAPHS) for hidden in (4608, 6144)),

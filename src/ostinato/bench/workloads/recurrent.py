@@ -40,6 +40,7 @@ class RecurrentLayer:
     shortest: int = 0  # steps of the shortest of packed sequences, whose lengths are evenly spaced; 0 packs none
     network: str = ""  # the published network that has these layers
     resets: float = 0.0  # share of the steps that begin an episode
+    projection: int = 0  # the size to which an LSTM's h is projected; 0: it is not
 
     unit = "steps"
     limit_name = "hardly any recurrent weights"
@@ -51,6 +52,7 @@ class RecurrentLayer:
         more = [f"{self.layers} layers"] * (self.layers > 1) + ["bidirectional"] * self.bidirectional
         more += [f"packed {self.shortest}-{self.length}"] * bool(self.shortest)
         more += [f"{self.resets:.0%} resets"] * bool(self.resets)
+        more += [f"projected to {self.projection}"] * bool(self.projection)
         return f"{self.network}: " * bool(self.network) + ", ".join((first, *more))
 
     @property
@@ -64,8 +66,8 @@ class RecurrentLayer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is one layer and direction, without packing or resets."""
-        return (self.layers, self.bidirectional, self.shortest, self.resets) == (1, False, 0, 0.0)
+        """Whether this is one layer and direction, without packing, resets or projection."""
+        return (self.layers, self.bidirectional, self.shortest, self.resets, self.projection) == (1, False, 0, 0.0, 0)
 
     @property
     def gates(self) -> int:
@@ -84,7 +86,8 @@ class RecurrentLayer:
     def names(self) -> list[str]:
         """The names of the parameters, and of the masks if pruned."""
         suffixes = [f"l{k}{end}" for k in range(self.layers) for end in ("", "_reverse")[: self.directions]]
-        names = [f"{part}_{end}" for end in suffixes for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+        parts = "weight_ih", "weight_hh", "bias_ih", "bias_hh", *(["weight_hr"] if self.projection else [])
+        names = [f"{part}_{end}" for end in suffixes for part in parts]
         return names + [f"mask_hh_{end}" for end in suffixes if self.density != 1]
 
     @property
@@ -105,8 +108,9 @@ class RecurrentLayer:
         """Draw x, the initial states, gradients of the output and final states, resets, and parameters and masks."""
         sizes = self.batch_sizes
         steps = (self.length, self.batch) if sizes is None else (int(sizes.sum()),)
-        states = [(self.layers * self.directions, self.batch, self.hidden)] * self.states
-        grads = [(*steps, self.directions * self.hidden), *states] if self.trained else []
+        output = self.projection or self.hidden
+        states = [(self.layers * self.directions, self.batch, size) for size in (output, self.hidden)[: self.states]]
+        grads = [(*steps, self.directions * output), *states] if self.trained else []
         shapes = (*steps, self.hidden), *states, *grads
         inputs = (torch.randn(shape, device=device, dtype=self.dtype) for shape in shapes)
         resets = [torch.rand(steps, device=device) < self.resets] if self.resets else []
@@ -139,7 +143,9 @@ class RecurrentLayer:
         return layer
 
     def _make(self, layer_type: Any, device: torch.device, dtype: torch.dtype) -> Any:
-        stack = {"num_layers": self.layers, "bidirectional": self.bidirectional}
+        stack: dict[str, Any] = {"num_layers": self.layers, "bidirectional": self.bidirectional}
+        if self.projection:
+            stack["proj_size"] = self.projection
         return layer_type(self.hidden, self.hidden, **stack, device=device, dtype=dtype)
 
     def apply(self, layer: Any, x: Tensor, *states: Tensor, **resets: Any) -> tuple[Tensor, ...]:
