@@ -84,6 +84,7 @@ def twin(layer):
         batch_first=layer.batch_first,
         dropout=layer.dropout,
         bidirectional=layer.bidirectional,
+        **({"proj_size": layer.proj_size} if layer.proj_size else {}),
         device=layer.weight_hh_l0.device,
         dtype=layer.weight_hh_l0.dtype,
         **options,
@@ -127,7 +128,8 @@ def inputs(layer, batch, length=12, packed=False, device="cpu"):
     if packed:
         lengths = torch.arange(batch) * 7 % length + 1
         x = pack_padded_sequence(x, lengths, batch_first=layer.batch_first, enforce_sorted=False)
-    return x, tuple(states) if isinstance(layer, nn.LSTM) else states[0]
+    h = states[0][..., : layer.proj_size or None]
+    return x, (h, states[1]) if isinstance(layer, nn.LSTM) else h
 
 
 def leaves(layer, x, hx):

@@ -14,6 +14,7 @@ import ostinato
 from ostinato.kernels.persistent import backends, cpu, reference
 from ostinato.kernels.persistent.plan import no_kernel
 from ostinato.recurrent import sequences
+from ostinato.recurrent.torch_layers import state_sizes
 from ostinato.states import states_of
 from recurrent_layers import forget_calls, twin, use_kernels
 
@@ -89,9 +90,9 @@ def check(layer, lengths, layout, dtype=torch.float64, with_state=True):
     resets, directions = random_resets(lengths), 2 if layer.bidirectional else 1
     x = torch.randn(max(lengths), len(lengths), 5).to(dtype)
     count = 2 if layer.mode == "LSTM" else 1
-    shape = layer.num_layers * directions, len(lengths), layer.hidden_size
-    states = [torch.randn(shape).to(dtype) for _ in range(count)] if with_state else []
-    zeros = [torch.zeros(shape, dtype=torch.float64) for _ in range(count)]
+    shapes = [(layer.num_layers * directions, len(lengths), size) for size in state_sizes(layer)[:count]]
+    states = [torch.randn(shape).to(dtype) for shape in shapes] if with_state else []
+    zeros = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     own = [tensor.clone().requires_grad_() for tensor in (x, *states)]
     given = [tensor.double().requires_grad_() for tensor in (x, *states)]
 
@@ -139,6 +140,7 @@ LAYOUTS = {"time first": (4, 4, 4, 4, 4), "batch_first": (6, 6, 6, 6), "packed":
     [
         *((cell, {}, None) for cell in CELLS),
         *(("RNN", {"nonlinearity": "relu"}, None), ("GRU", {}, (16, 1)), ("LSTM", {}, (1, 1))),
+        ("LSTM", {"proj_size": 6}, None),
     ],
     ids=str,
 )

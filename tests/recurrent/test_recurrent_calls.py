@@ -210,33 +210,6 @@ def test_gpu_runs_torchs_kernels_when_ours_cannot_be_made(monkeypatch, error):
         assert_results_close(layer(x, hx), twin(layer)(x, hx), 1e-5)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_projections_run_in_torchs_kernels(bias, frozen):
-    torch.manual_seed(0)
-    arguments = {"num_layers": 2, "bias": bias, "proj_size": 6, "dtype": torch.float64}
-    layer, other = ostinato.LSTM(5, 16, **arguments), nn.LSTM(5, 16, **arguments)
-    layer.load_state_dict(other.state_dict())
-    assert layer.plan(4).reason == "layers with projections run in torch's own kernels"
-    x, hx = torch.randn(9, 4, 5).double(), (torch.randn(2, 4, 6).double(), torch.randn(2, 4, 16).double())
-    for call in ((x,), (x, hx), (x[:1], hx), (x[:, 0],), (pack_sequence([x[:7, 0], x[:3, 1]]),)):
-        assert_results_close(layer(*call), other(*call), 1e-12)
-        with torch.no_grad():
-            assert_results_close(layer(*call), other(*call), 1e-12)
-    resets = torch.zeros(9, 4, dtype=torch.bool)
-    resets[5] = True
-    torch.testing.assert_close(layer(x, hx, resets=resets)[0][5:], other(x[5:])[0])
-    stepper = ostinato.Stepper(layer, 4, frozen=frozen)
-    torch.testing.assert_close(torch.stack([stepper(x_t) for x_t in x]), other(x)[0])
-    with pytest.raises(ValueError, match="proj_size must be 0"):
-        ostinato.prune(layer, 0.5)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'proj_size'"):
-        ostinato.GRU(5, 16, proj_size=8)
-    layer.weight_hr_l1 = nn.Parameter(layer.weight_hr_l1[:, :3].detach())
-    with pytest.raises(ValueError, match=r"weight_hr_l1 must have shape \(6, 16\); got \(6, 3\)"):
-        layer(x)
-
-
 @by("reference", "the CPU's")
 @pytest.mark.parametrize("options", [{}, {"num_layers": 3, "batch_first": True}, {"bidirectional": True}])
 @pytest.mark.parametrize("cell", CELLS)

@@ -3,6 +3,7 @@
 ===================  ===========================================================================
 ``layers.py``        the layers: ``torch.nn``'s interface, and the choice of what computes a call
 ``sequences.py``     whole sequences by persistent kernels
+``projections.py``   LSTMs with projections, as ones without
 ``steps.py``         single steps
 ``scripting.py``     whole sequences in TorchScript
 ``cells.py``         single steps by torch's cells, which are differentiable

@@ -317,7 +317,7 @@ class LSTM(_Recurrent[tuple[Tensor, Tensor]], TwoStates, nn.LSTM):
 
         c_t = f_t \odot c_{t-1} + i_t \odot g_t, \quad h_t = o_t \odot \tanh(c_t)
 
-    A layer with ``proj_size`` runs in ``torch.nn``'s kernels, and cannot be pruned.
+    With ``proj_size``, :math:`h_t = W_{hr} (o_t \odot \tanh(c_t))`; such a layer cannot be pruned.
 
     Raises:
         TypeError, ValueError: as :class:`RNN`.

@@ -14,16 +14,18 @@ from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.matmul.precision import autocast_dtype, layers_allow_tf32, product_switches
 from ostinato.kernels.operators.eager import Prepared, is_eager
+from ostinato.kernels.persistent.arguments import Arguments
 from ostinato.kernels.persistent.backends import WAVEFRONT_DEVICES, is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.directions import recurrent_layers
 from ostinato.kernels.persistent.modes import can_take, count_operations, is_vmapped
 from ostinato.kernels.persistent.operators import recurrent_layer
-from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
+from ostinato.kernels.persistent.plan import Call, Plan
 from ostinato.kernels.persistent.stacks import stacked_layers
 from ostinato.masks import mask_of
 from ostinato.packed import offsets_of
+from ostinato.recurrent.projections import project, without_projection
 from ostinato.recurrent.rows import batch_and_steps, from_rows, has_several_lengths, to_rows
-from ostinato.recurrent.torch_layers import takes_as_they_are
+from ostinato.recurrent.torch_layers import state_sizes, takes_as_they_are
 from ostinato.recurrent.weights import MaskedLayers, check_shapes, weights_of
 from ostinato.states import distinct, hidden_of, of_one_layer, states_of
 
@@ -73,8 +75,6 @@ class SequenceLayers(MaskedLayers):
 
         Raises RuntimeError where the next call may get another plan.
         """
-        if self.proj_size:
-            return no_kernel("layers with projections run in torch's own kernels")
         # Masks cannot be packed in a capture: pruned layers run there as before it, when their masks were packed.
         captured = not self._buffers and is_captured(device)
         settings = device, self.mode.lower(), self.hidden_size, batch, dtype, training, steps, self._forced_path
@@ -82,7 +82,7 @@ class SequenceLayers(MaskedLayers):
         threads = torch.get_num_threads() if on_cpu else 1
         compared = on_cpu or torch._C._get_cudnn_enabled()  # without cuDNN, torch launches several kernels a step
         call = Call(*settings, resets=resets, packed=packed, compared=compared, threads=threads, captured=captured)
-        call = call._replace(at_once=_at_once(self, call), bidirectional=self.bidirectional)
+        call = call._replace(at_once=_at_once(self, call), bidirectional=self.bidirectional, proj_size=self.proj_size)
         if not (packed or steps is None):
             call = call._replace(replayed=self._may_be_replayed(weights or [*self.parameters()], batch, steps))
         groups = {call.at_once, len(self._all_weights) % call.at_once} - {0}  # sizes; the last group may be smaller
@@ -139,7 +139,9 @@ class SequenceLayers(MaskedLayers):
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
     ) -> KernelCall | None:
         """As :meth:`_kernels_for`, uncached: checks the call and plans it."""
-        if self.proj_size or torch.jit.is_tracing():  # planning reads masks, which a trace would record
+        if torch.jit.is_tracing():  # planning reads masks, which a trace would record
+            return None
+        if self.proj_size and torch.compiler.is_compiling():  # where no kernel fits, its loop would be slower
             return None
         size = batch_and_steps(input, states, self.batch_first)
         if size is None:
@@ -182,7 +184,8 @@ class SequenceLayers(MaskedLayers):
         check_shapes(self, weights)
         if left_to_torch:
             on_gpu = training and device.type != "cpu"  # where torch's kernels depend on the training mode, too
-            converted = on_gpu or autocast or packed or x.dim() == 2 or self._buffers or resets is not None
+            of_call = on_gpu or autocast or packed or x.dim() == 2 or resets is not None
+            converted = of_call or self._buffers or self.proj_size
             return None if converted or not takes_as_they_are(self, x, states, weights) else LEFT_TO_TORCH
         return KernelCall(batch, steps, computed if autocast else None, training, at_once)
 
@@ -208,7 +211,11 @@ class SequenceLayers(MaskedLayers):
             if first and stack.drops:
                 rows = F.dropout(rows, self.dropout)
             arguments = [_arguments_of(self, i, together, rows, stack) for i in together]
+            if projections := stack.projections[first : first + call.at_once]:
+                arguments = [*map(without_projection, arguments, projections)]
             results = _run_together(first, arguments, call, self.bidirectional)
+            if projections:
+                results = [*map(project, results, projections)]
             last += [(h_n, c_n) if self.mode == "LSTM" else (h_n,) for _, h_n, c_n, *_ in results]
             rows = torch.cat([output for output, *_ in results], 1) if self.bidirectional else results[-1][0]
         states = [of_one_layer(x[0]) if layers == 1 else torch.stack(x) for x in zip(*last, strict=True)]
@@ -222,8 +229,8 @@ def _launcher(layer: SequenceLayers, call: KernelCall) -> Run:
     the layer.
     """
     bare = object.__new__(SequenceLayers)
-    names = "mode", "hidden_size", "num_layers", "bidirectional", "batch_first", "_all_weights", "_forced_path"
-    attributes = {name: getattr(layer, name) for name in names}
+    names = "mode", "hidden_size", "proj_size", "num_layers", "bias", "bidirectional", "batch_first", "_all_weights"
+    attributes = {name: getattr(layer, name) for name in (*names, "_forced_path")}
     bare.__dict__.update(attributes, dropout=dropout_of(layer), training=True, _buffers={})
 
     def run(x: Tensor, states: list[Tensor], weights: list[Tensor], resets: Tensor | None) -> list[Tensor]:
@@ -237,7 +244,7 @@ def _at_once(layer: MaskedLayers, call: Call) -> int:
     """How many directions, or stacked layers, run at the same time; `call` is that of a single one."""
     if layer.bidirectional:
         return 2
-    if call.packed:
+    if call.packed or layer.proj_size:  # a layer's input is the projection of all steps of the one below
         return 1
     first = next(iter(_masks_of(layer)), None)
     return layers_at_once(first, call, layer.num_layers)
@@ -265,14 +272,15 @@ def _suit_kernels(
     dtype, device = weights[0].dtype, weights[0].device
     accepted = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
     unbatched = x.dim() == 2 and not packed
-    shape = (len(layer._all_weights), *(() if unbatched else (batch,)), layer.hidden_size)
+    lead = (len(layer._all_weights), *(() if unbatched else (batch,)))
     return (
         (x.numel() > 0 or (torch.compiler.is_compiling() and steps > 0))
         and (x.dim() == 2 or not packed)
         and x.shape[-1] == layer.input_size
         and len(states) in (0, 2 if layer.mode == "LSTM" else 1)
         and x.dtype in accepted
-        and all(state.shape == shape and state.dtype in accepted for state in states)
+        and all(state.shape == (*lead, size) for state, size in zip(states, state_sizes(layer), strict=False))
+        and all(state.dtype in accepted for state in states)
         and all(weight.dtype == dtype for weight in weights)
         and all(tensor.device == device for tensor in (x, *states, *weights))
         and (dtype == torch.float32 or not autocast)
@@ -308,26 +316,30 @@ def _stack_of(
     single = len(layer._all_weights) == 1  # its states need no copy, nor do their gradients
     initial: list[Any] = [[x.squeeze(0)] if single else x.unbind(0) for x in states]
     drops = dropout_of(layer) > 0
-    return rows, _Stack(initial, weights, _masks_of(layer), offsets, resets_of_directions, batch, training, drops)
+    per_layer = len(layer._all_weights[0])
+    projections = weights[per_layer - 1 :: per_layer] if layer.proj_size else []
+    of_layers = initial, weights, projections, _masks_of(layer)
+    return rows, _Stack(*of_layers, offsets, resets_of_directions, batch, training, drops)
 
 
-def _arguments_of(layer: MaskedLayers, index: int, together: range, rows: Tensor, stack: "_Stack") -> tuple:
+def _arguments_of(layer: MaskedLayers, index: int, together: range, rows: Tensor, stack: "_Stack") -> Arguments:
     """The operator's arguments for one of the layers or directions that run together on these rows."""
     per_layer, is_first = len(layer._all_weights[0]), index == together.start
     h0, c0, *_ = *(state[index] for state in stack.initial), None, None
-    weight_ih, weight_hh, *biases = stack.weights[index * per_layer : (index + 1) * per_layer]
-    bias_ih, bias_hh = biases or (None, None)
+    weight_ih, weight_hh, *rest = stack.weights[index * per_layer : (index + 1) * per_layer]
+    bias_ih, bias_hh = rest[:2] if layer.bias else (None, None)
     mask = stack.masks[index] if stack.masks else None
-    x: Tensor | None = rows
+    x: Any = rows
     if not (is_first or layer.bidirectional):  # its input is yet to be computed: only the dropout is given
         x = F.dropout(rows.new_ones(len(rows), layer.hidden_size), layer.dropout) if stack.drops else None
     reverse = layer.bidirectional and not is_first
     resets = stack.resets[int(reverse)]
     tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, stack.offsets, resets
-    return *tensors, stack.batch, layer.mode.lower(), reverse, stack.training, layer._forced_path, len(together)
+    settings = layer.mode.lower(), reverse, stack.training, layer._forced_path, len(together)
+    return Arguments(*tensors, stack.batch, *settings)
 
 
-def _run_together(first: int, arguments: list[tuple], call: KernelCall, bidirectional: bool) -> Any:
+def _run_together(first: int, arguments: list[Arguments], call: KernelCall, bidirectional: bool) -> Any:
     """The operator's results for layers or directions that run together, given the number of the first one."""
     several = len(arguments) > 1
     run: Any = recurrent_layers if bidirectional else stacked_layers if several else recurrent_layer
@@ -344,6 +356,7 @@ class _Stack(NamedTuple):
 
     initial: list[Any]  # h, and an LSTM's c: a tensor for each layer and direction
     weights: list[Tensor]  # of all layers and directions, in torch.nn's order
+    projections: list[Tensor]  # those of them that project h; empty if none does
     masks: list[Tensor | None]  # of their recurrent weights; empty if nothing is pruned
     offsets: Tensor | None  # of packed sequences of several lengths
     resets: list[Tensor | None]  # of each direction

@@ -335,6 +335,26 @@ def test_one_thread_leaves_small_lstms_to_onednn(monkeypatch):
         assert (len(ours) > 0) == layer.plan(1, steps=1000).has_kernel == (threads > 1)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "proj_size", "batch", "inference", "training"),  # measured: torch's time over ours
+    [
+        (64, 16, 1, True, True),  # 2.7, 8.2
+        (256, 64, 1, False, True),  # 1.0, 2.6
+        (512, 64, 1, False, True),  # .7, 1.7
+        (256, 192, 64, False, False),  # .8, .8
+        (512, 128, 16, False, False),  # .5, .5
+        (2048, 640, 1, False, False),  # .2, .4
+    ],
+)
+def test_projections_that_save_much_are_left_to_torch(hidden, proj_size, batch, inference, training):
+    for trained, ours in ((False, inference), (True, training)):
+        call = Call(torch.device("cpu"), "lstm", hidden, batch, F32, trained, 100, compared=True, proj_size=proj_size)
+        plan = cpu.make_plan(call, None, None)
+        assert plan.has_kernel == ours
+        assert ours or plan.reason.startswith("the projections save")
+        assert cpu.make_plan(call._replace(resets=True), None, None).has_kernel
+
+
 def test_plans(monkeypatch):
     monkeypatch.setattr(cpu_plan, "INTEL", False)
     for (cell, hidden, batch, dtype, training, steps), path in PLANS.items():

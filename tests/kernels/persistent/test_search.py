@@ -15,6 +15,7 @@ from ostinato.kernels.persistent.cuda import wavefront
 from ostinato.kernels.persistent.cuda.heuristics import cudnn, geometry, search
 from ostinato.kernels.persistent.cuda.heuristics.cells import CELLS
 from ostinato.kernels.persistent.cuda.heuristics.costs import microseconds
+from ostinato.kernels.persistent.cuda.heuristics.cudnn_costs import torchs_microseconds
 from ostinato.kernels.persistent.cuda.heuristics.fitting import fill_registers
 from ostinato.kernels.persistent.cuda.source import code, macros
 from ostinato.kernels.persistent.plan import GATES, Call
@@ -92,6 +93,7 @@ SMALL = "gru", 64, 16, f16, 20  # whose launches take the host longer than cuDNN
         (("lstm", 32, 4, f32, 400), {"training": True}, True),
         (("lstm", 64, 200, f32, 400), {"resets": True}, True),
         (("lstm", 64, 200, f32, 400), {"packed": True}, True),
+        (("lstm", 64, 200, f32, 400), {"proj_size": 32}, True),  # cuDNN launches every step
         (("lstm", 64, 200, f32, 400), {"path": "dense"}, True),
         (("lstm", 64, 200, f32, 400), {"compared": False}, True),
         (SMALL, {}, True),  # 22 microseconds a call, 39
@@ -403,6 +405,24 @@ def test_states_and_sums_of_a_block_fit_into_registers(columns, fits):
 def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, cell, hidden, batch, exact):
     plan = plan_of(cell, hidden, batch, f32, (True, True))
     assert [geometry.exact for geometry in plan.geometry] == exact
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tf32", "measured"),  # hidden size, projection, batch; microseconds a step on an H200, then trained
+    [
+        ((256, 64, 16, bf16), False, (7.3, 17.7)),
+        ((1024, 512, 64, bf16), False, (11.6, 29.3)),
+        ((2048, 640, 32, bf16), False, (14.1, 33.7)),
+        ((2048, 256, 1, f16), False, (11.2, 24.5)),
+        ((1024, 256, 16, f32), True, (15.3, 46.2)),
+        ((256, 128, 64, f32), True, (12.6, 35.7)),
+    ],
+)
+def test_estimates_of_cudnns_projections(sizes, tf32, measured):
+    hidden, proj_size, batch, dtype = sizes
+    for training, step in enumerate(measured):
+        call = Call(torch.device("cuda", 0), "lstm", hidden, batch, dtype, bool(training), 512, proj_size=proj_size)
+        assert 0.75 < torchs_microseconds(call, tf32, H100.multi_processor_count) / 512 / step < 1.2
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ class Call(NamedTuple):
     threads: int = 1  # of a CPU
     bidirectional: bool = False  # whether the layers that run at once are both directions of one
     captured: bool = False  # in a CUDA graph, where launches cost the host nothing; only for dense layers
+    proj_size: int = 0  # of an LSTM's projection of h: torch's kernels read other weights then
     replayed: bool = False  # from a CUDA graph once it repeats, which costs the host less than torch's launches
 
     @property

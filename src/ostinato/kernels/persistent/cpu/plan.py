@@ -33,6 +33,10 @@ SHARED = 128
 INTEL = FEATURES.get("sse4.2", False) and not FEATURES.get("sse4a", False)  # AMD's processors have both
 FEW_OF_INTEL, CACHED = 1.6, 2 << 20  # the factor of these steps, and the bytes of that cache
 
+# The most multiply-adds of a step that an LSTM's projection saves torch's kernels, which take longer otherwise; by
+# whether gradients are computed.  Measured on two cores of a Zen 3.
+MOST_SAVED = {False: 60_000, True: 1_000_000}
+
 
 def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: bool = False) -> Plan:
     """The plan by which a layer runs on the CPU; the arguments are those of ``cuda.make_plan``.
@@ -111,6 +115,9 @@ def _few_steps_of_entries(call: Call, path: KernelPath, density: float) -> float
 def _why_torch(call: Call, path: KernelPath, density: float) -> str | None:
     """Why torch's kernels are faster for a layer, if they are, by the measured number of steps from which ours are."""
     cell, hidden_size, training = call.cell, call.hidden_size, call.training
+    saved = call.batch * hidden_size * (4 * hidden_size - 5 * call.proj_size)
+    if call.proj_size and saved > MOST_SAVED[training]:
+        return "the projections save torch's kernels more multiplications than ours save time"
     if path == "dense" and _in_onednn(call):
         return None if _is_faster_than_onednn(call) else "oneDNN's LSTM, which torch calls, is faster"
     if path != "dense":
@@ -129,7 +136,7 @@ def _why_torch(call: Call, path: KernelPath, density: float) -> str | None:
 
 def _in_onednn(call: Call) -> bool:
     """Whether torch runs the layer in oneDNN."""
-    return call.cell == "lstm" and call.dtype == torch.float32 and not call.packed
+    return call.cell == "lstm" and call.dtype == torch.float32 and not (call.packed or call.proj_size)
 
 
 def _is_faster_than_onednn(call: Call) -> bool:

@@ -15,7 +15,7 @@ def _most_units_of_small(cell: str, backward: bool) -> int:
 def is_one_launch(call: Call) -> bool:
     """Whether PyTorch takes cuDNN's kernels for small layers: one launch for all steps, directions and layers."""
     is_small = call.hidden_size <= _most_units_of_small(call.cell, call.training)
-    return is_small and not call.packed and call.dtype in (torch.float32, torch.float16)
+    return is_small and not (call.packed or call.proj_size) and call.dtype in (torch.float32, torch.float16)
 
 
 def uses_tf32(cell: str, hidden_size: int, batch: int, backward: bool) -> bool:
