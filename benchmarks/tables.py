@@ -101,7 +101,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "training-gpu",
         lambda work: (
             work["length"] not in (256, 2000)
-            and not work.get("resets")
+            and not (work.get("resets") or work.get("projection"))
             and (work["layers"] == 1 or work["bidirectional"])
         ),
         "forward+backward",
@@ -114,6 +114,9 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "training-stacks": partial(
         layers, "training-gpu", lambda work: work["layers"] > 1 and not work["bidirectional"], "forward+backward"
+    ),
+    "training-projections": partial(
+        layers, "training-gpu", lambda work: work.get("projection", 0) > 0, "forward+backward"
     ),
     "training-errors": partial(gradients, "training-gpu"),
     "training-sweep": partial(
