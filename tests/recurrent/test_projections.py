@@ -124,6 +124,20 @@ def test_steps(frozen):
     torch.testing.assert_close(torch.stack([stepper(x_t) for x_t in x]), twin(layer)(x)[0])
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_compiled(options, fresh_compiler):
+    layer = make(**options)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        compiled.parameters = layer.parameters
+        for batch, packed in ((3, False), (6, True)):
+            for x, hx in (inputs(layer, batch, 7, packed), (inputs(layer, batch, 9, packed)[0], None)):
+                expected = gradients(layer, x, hx)
+                assert_results_close(compiled(x, hx), layer(x, hx), 1e-13)
+                for got, right in zip(gradients(compiled, x, hx), expected, strict=True):
+                    torch.testing.assert_close(got, right)
+
+
 def test_errors():
     layer = make()
     x, hx = inputs(layer, 4)

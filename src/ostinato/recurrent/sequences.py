@@ -14,6 +14,7 @@ from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.matmul.precision import autocast_dtype, layers_allow_tf32, product_switches
 from ostinato.kernels.operators.eager import Prepared, is_eager
+from ostinato.kernels.operators.export import is_traced
 from ostinato.kernels.persistent.arguments import Arguments
 from ostinato.kernels.persistent.backends import WAVEFRONT_DEVICES, is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.directions import recurrent_layers
@@ -141,15 +142,15 @@ class SequenceLayers(MaskedLayers):
         """As :meth:`_kernels_for`, uncached: checks the call and plans it."""
         if torch.jit.is_tracing():  # planning reads masks, which a trace would record
             return None
-        if self.proj_size and torch.compiler.is_compiling():  # where no kernel fits, its loop would be slower
+        if self.proj_size and is_traced():  # whose loops need no product of the weights
             return None
         size = batch_and_steps(input, states, self.batch_first)
         if size is None:
             return None
         (batch, steps), packed = size, isinstance(input, PackedSequence)
         if packed and torch.compiler.is_compiling():  # torch's forward would compare with a size known at run time only
-            for state in states:
-                self.check_hidden_size(state, (len(self._all_weights), batch, self.hidden_size))
+            for state, size in zip(states, state_sizes(self), strict=False):
+                self.check_hidden_size(state, (len(self._all_weights), batch, size))
         x = input.data if packed else input
         device = weights[0].device
         if device.type == "meta":
@@ -161,7 +162,7 @@ class SequenceLayers(MaskedLayers):
         training = torch.is_grad_enabled() and (is_vmapped() or any(x.requires_grad for x in tensors))
         at_once, left_to_torch = 2 if self.bidirectional else 1, False
         if torch.compiler.is_compiling():  # planned at run time; if trained, so is how many layers run at once
-            if training and not (self.bidirectional or packed) and device.type in WAVEFRONT_DEVICES:
+            if training and not (self.bidirectional or packed or self.proj_size) and device.type in WAVEFRONT_DEVICES:
                 at_once = self.num_layers
         elif batch * steps > 0:
             ragged = has_several_lengths(input, batch, steps)
