@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import ostinato
 from ostinato.kernels.persistent import backends, cpu, reference
@@ -210,6 +210,39 @@ def test_compiled_and_exported():
         for call in (program.module(), compiled):
             for got, truth in zip(call(x, resets=resets), expected, strict=True):
                 torch.testing.assert_close(got, truth, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every branch
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_trace_takes_other_episodes_and_sizes(layout):
+    """Also if its example is a single episode."""
+    layer = make("LSTM", bidirectional=True, batch_first=layout == "batch_first").double()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x, h, c, resets):  # a trace makes PackedSequences plain tuples
+            return self.layer(PackedSequence(*x) if layout == "packed" else x, (h, c), resets=resets)
+
+    def arguments(lengths, resets):
+        steps, batch = resets.shape
+        x, (h, c) = torch.randn(steps, batch, 5, dtype=torch.float64), torch.randn(2, 2, batch, 16, dtype=torch.float64)
+        if layout == "packed":
+            x, resets = (pack_padded_sequence(each, lengths, enforce_sorted=False) for each in (x, resets))
+            return x, h, c, resets.data
+        if layout == "batch_first":
+            return x.transpose(0, 1), h, c, resets.t()
+        if layout == "unbatched":
+            return x[:, 0], h[:, 0], c[:, 0], resets[:, 0]
+        return x, h, c, resets
+
+    one, several = ([6], torch.zeros(6, 1, dtype=torch.bool)), ([2, 9, 4], random_resets((2, 9, 4)))
+    for example, other in ((one, several), (several, one)):
+        given = arguments(*other)
+        results = torch.jit.trace(Model(), arguments(*example))(*given)
+        torch.testing.assert_close(results, Model()(*given), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("cell", ["RNN", "LSTM"])

@@ -31,6 +31,7 @@ def in_reverse_of_rows(resets: Tensor, offsets: Tensor | None, batch: int) -> Te
 class Episodes(NamedTuple):
     """The episodes of some sequences as a PackedSequence, longest first."""
 
+    number: int
     rows: Tensor  # for each row of the episodes, the row of the sequences that it is
     batch_sizes: Tensor  # (steps of the longest,), on the CPU
     first: Tensor  # (B,): the first episode of each sequence
@@ -38,22 +39,25 @@ class Episodes(NamedTuple):
 
 
 def cut(batch_sizes: Tensor, resets: Tensor) -> Episodes:
-    """Split sequences, ``batch_sizes`` (T,) rows per step, before each row where ``resets`` (rows,) is True."""
+    """Split sequences, ``batch_sizes`` (T,) rows per step, before each row where ``resets`` (rows,) is True.
+
+    Sizes are read from shapes: ``torch.jit.trace`` records what ``len`` and ``int`` return as constants.
+    """
     device, sizes = resets.device, batch_sizes.to(resets.device)
-    steps = len(sizes)
+    steps = sizes.shape[0]
     step = torch.arange(steps, device=device).repeat_interleave(sizes)
-    sequence = torch.arange(len(resets), device=device) - (sizes.cumsum(0) - sizes)[step]
+    sequence = torch.arange(resets.shape[0], device=device) - (sizes.cumsum(0) - sizes)[step]
     order = (sequence * steps + step).argsort()  # one sequence after the other, as the rows are from here on
     begins = (resets | (step == 0))[order]
     episode, starts = begins.cumsum(0) - 1, begins.nonzero()[:, 0]
     lengths = episode.bincount()
-    rank = torch.empty_like(lengths)  # of each episode, the longest first
-    rank[lengths.argsort(descending=True, stable=True)] = torch.arange(len(lengths), device=device)
-    age = torch.arange(len(resets), device=device) - starts[episode]  # steps since the episode began
-    packed = (age * len(lengths) + rank[episode]).argsort()
+    longest_first, number = lengths.argsort(descending=True, stable=True), lengths.shape[0]
+    rank = torch.empty_like(lengths).index_copy(0, longest_first, torch.arange(number, device=device))
+    age = torch.arange(resets.shape[0], device=device) - starts[episode]  # steps since the episode began
+    packed = (age * number + rank[episode]).argsort()
     ends = sequence.bincount().cumsum(0)
     at_first = torch.cat([ends.new_zeros(1), ends[:-1]])
-    return Episodes(order[packed], age.bincount().cpu(), rank[episode[at_first]], rank[episode[ends - 1]])
+    return Episodes(number, order[packed], age.bincount().cpu(), rank[episode[at_first]], rank[episode[ends - 1]])
 
 
 def forward_by_episodes(
@@ -73,11 +77,11 @@ def forward_by_episodes(
         batch_sizes, resets: see :func:`cut`.
     """
     episodes = cut(batch_sizes, resets)
-    keep = ~resets[: int(batch_sizes[0]), None]
+    keep = ~resets[: batch_sizes[0], None]
 
     def to_episodes(state: Tensor) -> Tensor:
         state = state.unflatten(0, (-1, directions))
-        zeros = state.new_zeros(state.shape[0], int(episodes.batch_sizes[0]), state.shape[3])
+        zeros = state.new_zeros(state.shape[0], episodes.number, state.shape[3])
         parts = [zeros.index_copy(1, episodes.first, state[:, 0].where(keep, 0.0))]
         if directions == 2:
             parts.append(zeros.index_copy(1, episodes.last, state[:, 1]))

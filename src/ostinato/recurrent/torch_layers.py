@@ -74,8 +74,8 @@ class TorchLayers(nn.RNNBase):
         if isinstance(input, PackedSequence):
             batch_sizes = input.batch_sizes
         else:
-            steps, batch = (len(input), 1) if unbatched else input.shape[1::-1] if self.batch_first else input.shape[:2]
-            batch_sizes = torch.full((steps,), batch, device="cpu")
+            size = (input.shape[0], 1) if unbatched else input.shape[1::-1] if self.batch_first else input.shape[:2]
+            batch_sizes = torch.full(size[:1], size[1], device="cpu")
         states = states_of(hx)
         lead = (len(self._all_weights), *(() if unbatched else (int(batch_sizes[0]),)))
         if any(state.shape != (*lead, size) for state, size in zip(states, state_sizes(self), strict=False)):
