@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import ostinato
 
@@ -79,6 +80,8 @@ def test_a_class_of_both_keeps_its_own_forward_and_calls_ours(monkeypatch):
         (nn.Linear(3, 4), ValueError, "must be or contain an RNN, GRU or LSTM; got Linear without one"),
         (nn.Sequential(nn.GRU(3, 4), Own(4, 4)), TypeError, r"got Own, .* class Ours\(Own, ostinato.GRU\)"),
         (Named(3, 4), TypeError, r"class Ours\(Named, ostinato.RNN\)"),
+        (torch.jit.script(nn.GRU(3, 4)), ValueError, "got RecursiveScriptModule without one, or with scripted ones"),
+        (weight_norm(nn.LSTM(3, 4), "weight_hh_l0"), TypeError, "before a parametrization .*; got ParametrizedLSTM$"),
         ("model", TypeError, r"must be a torch.nn.Module; got str"),
     ],
 )

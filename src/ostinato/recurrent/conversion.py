@@ -2,6 +2,7 @@
 
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from ostinato.recurrent.layers import GRU, LSTM, RNN
@@ -55,10 +56,18 @@ def layers_of(module: nn.Module) -> list[nn.RNNBase]:
         raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}")
     layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
     if not layers:
-        raise ValueError(f"module must be or contain an RNN, GRU or LSTM; got {type(module).__name__} without one")
+        is_script = any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
+        scripted = ", or with scripted ones, which cannot change: script the model afterwards" if is_script else ""
+        kind = type(module).__name__
+        raise ValueError(f"module must be or contain an RNN, GRU or LSTM; got {kind} without one{scripted}")
     for layer in layers:
         if type(layer) not in COUNTERPARTS and not isinstance(layer, RNN | GRU | LSTM):
             kind, ours = type(layer).__name__, layer.mode.partition("_")[0]
+            if type(layer).__module__.startswith("torch."):  # a class that PyTorch replaces by its base again
+                raise TypeError(
+                    "module's layers must become ostinato's before a parametrization or fully_shard changes their "
+                    f"class; got {kind}"
+                )
             raise TypeError(
                 "module must consist of torch.nn's or ostinato's RNN, GRU and LSTM, or of classes derived from "
                 f"ostinato's; got {kind}, derived from torch.nn's, which may have a forward of its own: to keep that, "
