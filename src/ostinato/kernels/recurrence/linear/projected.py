@@ -14,7 +14,7 @@ from ostinato.kernels.cuda import nvrtc
 from ostinato.kernels.cuda.nvrtc import SCALARS, Macros, address
 from ostinato.kernels.recurrence.linear.cuda import element_of
 from ostinato.kernels.recurrence.symbolic.trace import parse
-from ostinato.kernels.scan.cuda.workspace import launching, published_of
+from ostinato.kernels.scan.cuda.workspace import start_in_workspace
 
 SLICE, CLUSTER, CONSUMERS, THREADS = 64, 2, 2, 384  # SLICE: input channels of a pipeline stage
 
@@ -139,12 +139,14 @@ def scan(
     maps = b"".join(nvrtc.tensor_map(y.data_ptr(), 2, *layout, swizzled=True, promoted=256) for y, layout in layouts)
     others = map(address, (h0, h, h_last, resets))
     addresses = struct.pack(f"{len(biases) + 4}Q", *biases, *others)
-    with launching:
-        memory, epoch = published_of(device, launch.words)
-        rest = struct.pack("Q", memory) + launch.strides + struct.pack("I", epoch) + launch.counts
+
+    def start(messages: int, _counter: int, epoch: int, _drawn: int) -> None:
+        rest = struct.pack("Q", messages) + launch.strides + struct.pack("I", epoch) + launch.counts
         packed = maps + addresses + rest
         packed += bytes(-len(packed) % 64)
         launch.kernel.launch(device, launch.blocks, THREADS, packed, launch.shared, cooperative=True)
+
+    start_in_workspace(start, device, launch.words)
     return h, h_last
 
 

@@ -20,7 +20,7 @@ from ostinato.kernels.operators import eager
 from ostinato.kernels.scan.cuda.heuristics.choice import choose_geometry
 from ostinato.kernels.scan.cuda.heuristics.geometry import Geometry, macros
 from ostinato.kernels.scan.cuda.problem import Problem, criteria_of, join
-from ostinato.kernels.scan.cuda.workspace import launching, published_of, start_drawing
+from ostinato.kernels.scan.cuda.workspace import start_in_workspace
 
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps in 32 bits, up to a tile past the last one
 
@@ -233,23 +233,11 @@ class Scan:
             sums = like.new_empty((launch.sum_rows, *self._sum_shape), dtype=self.problem.compute)
         if sums is not None or bounds is not None or resets is not None:
             optional = address(sums), address(bounds), address(resets)
-        if not launch.words:
-            launch.start(*addresses, *optional, 0, 0, 0, 0)
+        arguments = *addresses, *optional
+        if launch.words:
+            start_in_workspace(launch.start, self.problem.device, launch.words, launch.draws, arguments)
         else:
-            with launching:
-                published, epoch = published_of(self.problem.device, launch.words)
-                if launch.draws:
-                    start_drawing(
-                        launch.start,
-                        self.problem.device,
-                        launch.words,
-                        launch.draws,
-                        published,
-                        epoch,
-                        (*addresses, *optional),
-                    )
-                else:
-                    launch.start(*addresses, *optional, published, 0, epoch, 0)
+            launch.start(*arguments, 0, 0, 0, 0)
         return None if sums is None else sums.sum(0)
 
     def compile_ahead(self, alignment: int, *, from_state: bool) -> None:

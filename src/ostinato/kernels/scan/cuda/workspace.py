@@ -31,50 +31,37 @@ class _Workspace:
         self.drawing = False  # true while a look-back launch is being queued
 
 
-launching = threading.Lock()  # launches must be queued on a stream in the order of their epochs
+_launching = threading.Lock()  # launches must be queued on a stream in the order of their epochs
 _workspaces: dict[tuple[int, int], _Workspace] = {}  # by device and stream
 
 
-def published_of(device: int, words: int) -> tuple[int, int]:
-    """The address of the current stream's workspace, with room for `words`, and the epoch of this launch.
-
-    A captured launch is replayed with the same epoch, so it gets a workspace of its own, cleared by a captured memset.
-    A workspace is replaced if a look-back launch was interrupted: the value of its counter is then unknown.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), _MARKS
-    key = device, torch._C._cuda_getCurrentRawStream(device)
-    workspace = _workspaces.get(key)
-    if (
-        workspace is None
-        or len(workspace.memory) < words
-        or workspace.drawing
-        or workspace.epoch >= (1 << 32) - 2 * _MARKS
-    ):
-        workspace = _workspaces[key] = _Workspace(words, device)
-    workspace.epoch += _MARKS
-    return workspace.memory.data_ptr(), workspace.epoch
-
-
-def start_drawing(
-    start: Callable[..., None],
-    device: int,
-    words: int,
-    draws: int,
-    published: int,
-    epoch: int,
-    addresses: Sequence[int],
+def start_in_workspace(
+    start: Callable[..., None], device: int, words: int, draws: int = 0, arguments: Sequence[int] = ()
 ) -> None:
-    """Launch look-back blocks, which draw tiles from a counter and thereby advance it by `draws`.
+    """Call ``start(*arguments, messages, counter, epoch, drawn)``, which launches chained blocks on the current stream.
 
-    The counter is that of the workspace, and continues from the previous launch; a captured launch has its own counter,
-    after its messages.
+    The stream's workspace has room for messages of `words` times 8 bytes.  Look-back blocks draw tiles from its
+    counter, which is at `drawn` before the launch and advances by `draws`.  A workspace is replaced if such a launch
+    was interrupted, as the value of its counter is then unknown.  A captured launch is replayed with the same epoch, so
+    it has messages of its own, and a counter in their last 16 bytes, cleared by a captured memset.
     """
-    if torch.cuda.is_current_stream_capturing():
-        start(*addresses, published, published + 8 * (words - 2), epoch, 0)
-        return
-    workspace = _workspaces[device, torch._C._cuda_getCurrentRawStream(device)]
-    workspace.drawing = True
-    start(*addresses, published, workspace.counter.data_ptr(), epoch, workspace.drawn)
-    workspace.drawn = (workspace.drawn + draws) % (1 << 32)
-    workspace.drawing = False
+    with _launching:
+        if torch.cuda.is_current_stream_capturing():
+            memory = torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr()
+            start(*arguments, memory, memory + 8 * (words - 2), _MARKS, 0)
+            return
+        key = device, torch._C._cuda_getCurrentRawStream(device)
+        workspace = _workspaces.get(key)
+        if (
+            workspace is None
+            or len(workspace.memory) < words
+            or workspace.drawing
+            or workspace.epoch >= (1 << 32) - 2 * _MARKS
+        ):
+            workspace = _workspaces[key] = _Workspace(words, device)
+        workspace.epoch += _MARKS
+        workspace.drawing = draws > 0
+        addresses = workspace.memory.data_ptr(), workspace.counter.data_ptr()
+        start(*arguments, *addresses, workspace.epoch, workspace.drawn)
+        workspace.drawn = (workspace.drawn + draws) % (1 << 32)
+        workspace.drawing = False
