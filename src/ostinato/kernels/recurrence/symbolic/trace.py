@@ -55,12 +55,12 @@ def _graph(fields: list) -> Graph:
 
 
 def derivatives(trace: Trace, inputs: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """For each next state, its derivatives with respect to the inputs, the states and the arguments.
+    """For each result of the function, its derivatives with respect to the inputs, the states and the arguments.
 
     The function is elementwise, so its gradient is its derivative.
     """
-    one, zero = inputs[0].new_ones(()), inputs[0].new_zeros(())
-    chosen = ([one if i == k else zero for i in range(trace.states)] for k in range(trace.states))
+    one, zero, results = inputs[0].new_ones(()), inputs[0].new_zeros(()), range(len(trace.forward.outputs))
+    chosen = ([one if i == k else zero for i in results] for k in results)
     return [evaluate(trace.backward, [*inputs, *grads]) for grads in chosen]
 
 

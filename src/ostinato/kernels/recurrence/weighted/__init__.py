@@ -2,7 +2,6 @@
 
 =================  =======================================================================
 ``definition.py``  the definition, step by step in PyTorch operations
-``step.py``        one step with the derivatives of the trace
 ``operator.py``    the recurrence as a differentiable operator
 ``layer.py``       the arguments and the interface of its two executors
 ``rows.py``        the layout that all steps are computed in: time-major, longest first

@@ -1,6 +1,5 @@
 """The definition of a recurrence with recurrent weights, step by step in PyTorch operations."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +11,9 @@ from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.kernels.recurrence.arguments import in_order, initial_states
 from ostinato.kernels.recurrence.backends import nonlinear_kernels_on
 from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
+from ostinato.kernels.recurrence.symbolic.differentiable import differentiable
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
-from ostinato.kernels.recurrence.weighted.step import one_step
 from ostinato.kernels.scan import order_of
 
 
@@ -41,18 +40,18 @@ def with_products(arguments: Sequence[Tensor], h: Tensor, weight_hh: Tensor) -> 
 def by_steps(recurrence: str, *others: Any) -> tuple[Tensor, ...]:
     """The operator ``weighted_recurrence`` in PyTorch operations; differentiable, so that zeros are kept."""
     trace = parse(recurrence)
-    return _by_steps(trace, functools.partial(evaluate, trace.forward), *others)
+    return _by_steps(trace, lambda *inputs: evaluate(trace.forward, inputs), *others)
 
 
 def differentiable_by_steps(recurrence: str, *others: Any) -> tuple[Tensor, ...]:
     """The same with the trace's own derivatives, as the function may replace those of its operations."""
     trace = parse(recurrence)
-    return _by_steps(trace, one_step(trace), *others)
+    return _by_steps(trace, differentiable(trace), *others)
 
 
 def _by_steps(
     trace: Trace,
-    advance: Callable[[list[Tensor]], Sequence[Tensor]],
+    advance: Callable[..., Sequence[Tensor]],
     weight_hh: Tensor,
     sequences: Tensor,
     parameters: Tensor,
@@ -71,7 +70,7 @@ def _by_steps(
     weight = weight_hh.to(dtype)
 
     def step(before: list[Tensor], step_arguments: list[Tensor]) -> Sequence[Tensor]:
-        return advance([*before, *with_products(step_arguments, before[0], weight)])
+        return advance(*before, *with_products(step_arguments, before[0], weight))
 
     initial = [x.to(dtype) for x in initial_states(trace, like, h0, cu_seqlens)]
     results = sequential(step, initial, [x.to(dtype) for x in arguments], order_of(cu_seqlens, resets, reverse))
