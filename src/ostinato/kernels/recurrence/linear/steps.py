@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ostinato.kernels.recurrence.symbolic.builder import Builder, joined, with_constants
+from ostinato.kernels.recurrence.symbolic.builder import Builder
 from ostinato.kernels.recurrence.symbolic.graph import Graph, Node
 from ostinato.kernels.recurrence.symbolic.trace import Trace
 
@@ -37,11 +37,11 @@ def steps_of(trace: Trace, backward: bool) -> Steps:
     parameters = [k for k, sequence in enumerate(trace.sequences) if not sequence]
     graph = trace.forward
     if backward:
-        count = len(trace.sequences)
+        builder, count = Builder(), len(trace.sequences)
+        a, _ = builder.repeated(graph)
         # The kernel multiplies by the gradient of h[t] last: without it, b's gradient is 1, a's the previous state.
-        factors = with_constants(trace.backward, {count + 1: 1.0})
-        factors = factors._replace(outputs=tuple(factors.outputs[k] for k in sequences + parameters))
-        graph = joined(graph._replace(outputs=graph.outputs[:1]), factors)
+        factors = builder.repeated(trace.backward, {count + 1: 1.0})
+        graph = builder.graph([a, *(factors[k] for k in sequences + parameters)])
         sequences = [*sequences, count]
     for _ in range(2):  # twice, as the first pass may leave a factor with only one use, so that it can be merged, too
         graph = _merge_factors(graph, graph.made_of(parameters))

@@ -272,15 +272,3 @@ class Builder:
             if self.value(yes) == 0:
                 return self.add("where", test, yes, change(no))
         return None
-
-
-def with_constants(graph: Graph, constants: dict[int, Number]) -> Graph:
-    """The graph with some inputs fixed to numbers, simplified again."""
-    builder = Builder()
-    return builder.graph(builder.repeated(graph, constants))
-
-
-def joined(*graphs: Graph) -> Graph:
-    """One graph with the results of all graphs, in this order."""
-    builder = Builder()
-    return builder.graph([i for graph in graphs for i in builder.repeated(graph)])
