@@ -23,10 +23,6 @@ class Graph(NamedTuple):
     nodes: tuple[Node, ...]
     outputs: tuple[int, ...]
 
-    def inputs(self) -> frozenset[int]:
-        """The inputs that the results depend on."""
-        return frozenset(int(node.value) for node in self.nodes if node.name == "input")
-
     def made_of(self, inputs: Sequence[int]) -> list[bool]:
         """For each node, whether it depends on no other inputs than these."""
         is_made_of: list[bool] = []

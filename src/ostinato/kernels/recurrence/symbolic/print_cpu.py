@@ -1,6 +1,7 @@
 """Prints graphs as lines of Python for Numba, which call the functions of ``cpu/elementary.py``."""
 
 import math
+from collections import Counter
 
 from ostinato.kernels.recurrence.symbolic.graph import Graph, Node
 
@@ -55,10 +56,7 @@ _FORMS = {
 def lines_of(graph: Graph, inputs: list[str]) -> tuple[list[str], list[str]]:
     """The lines that compute the results, and the names of the results in them."""
     lines = [f"    one = cast(1.0, {inputs[0]})"]
-    uses = [0] * len(graph.nodes)
-    for node in graph.nodes:
-        for i in node.operands:
-            uses[i] += 1
+    uses = Counter(i for node in graph.nodes for i in node.operands)
     names = []
     for i, node in enumerate(graph.nodes):
         names.append(_constant(node) if node.name == "constant" else f"v{i}")
@@ -67,7 +65,7 @@ def lines_of(graph: Graph, inputs: list[str]) -> tuple[list[str], list[str]]:
     return lines, [names[i] for i in graph.outputs]
 
 
-def _expression(graph: Graph, node: Node, names: list[str], uses: list[int], inputs: list[str]) -> str:
+def _expression(graph: Graph, node: Node, names: list[str], uses: Counter[int], inputs: list[str]) -> str:
     """The expression of a node, by a fused or faster function where the node's operands allow it."""
     if node.name == "input":
         return inputs[int(node.value)]
