@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ostinato
 from ostinato import diagonal
 from ostinato.bench.measure import Record
+from ostinato.bench.peers.prepare import linear_loop
 from ostinato.bench.shapes import random_size
 from ostinato.cuda_graphs.capture import capture
 from ostinato.states import each
@@ -66,11 +67,7 @@ def _scans(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
         leaves = [x.clone().requires_grad_() for x in (a, b)]
 
         def loop(a: Tensor = a, b: Tensor = b) -> Tensor:
-            h, states = torch.zeros_like(a[:, 0]), []
-            for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):
-                h = torch.addcmul(b_t, a_t, h)
-                states.append(h)
-            return torch.stack(states, 1)
+            return linear_loop(a, b, torch.zeros_like(a[:, 0]), 1)
 
         def forward_backward(leaves: list[Tensor] = leaves, grad: Tensor = b) -> Any:
             return torch.autograd.grad(ostinato.linear_scan(*leaves)[0], leaves, grad)

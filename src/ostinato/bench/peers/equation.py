@@ -1,12 +1,18 @@
 """Contestants of a linear recurrence given by its equation."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.bench.peers.prepare import Build, compile_anew, import_peer, leaves, need_cuda, time_last
+from ostinato.bench.peers.prepare import (
+    Build,
+    compile_anew,
+    import_peer,
+    leaves,
+    linear_loop,
+    need_cuda,
+    time_last,
+)
 from ostinato.bench.workloads import EQUATIONS, OURS, Equation, Run, Unavailable
 
 UNROLLED = 256  # steps of a compiled loop
@@ -23,15 +29,9 @@ def time_loop(work: Equation, data: tuple[Tensor, ...]) -> Run:
 
     def loop() -> Tensor:
         a, b = function(*arguments)
-        return torch.stack(list(_states(a, b, torch.zeros_like(a[:, 0]))), 1)
+        return linear_loop(a, b, torch.zeros_like(a[:, 0]), 1)
 
     return Run(loop, arguments)
-
-
-def _states(a: Tensor, b: Tensor, h: Tensor) -> Iterator[Tensor]:
-    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):
-        h = torch.addcmul(b_t, a_t, h)
-        yield h
 
 
 def compiled_time_loop(work: Equation, data: tuple[Tensor, ...]) -> Run:
@@ -41,7 +41,7 @@ def compiled_time_loop(work: Equation, data: tuple[Tensor, ...]) -> Run:
 
     def chunk(h: Tensor, *arguments: Tensor) -> Tensor:
         a, b = function(*arguments)
-        return torch.stack(list(_states(a, b, h)), 1)
+        return linear_loop(a, b, h, 1)
 
     compiled = compile_anew(chunk)
 

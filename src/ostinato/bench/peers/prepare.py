@@ -66,6 +66,15 @@ def over_time(
     return torch.stack(outputs, dim)
 
 
+def linear_loop(a: Tensor, b: Tensor, h: Tensor, dim: int) -> Tensor:
+    """All states ``h = a * h + b`` from the initial one, by one PyTorch operation per step along `dim`."""
+    states = []
+    for a_t, b_t in zip(a.unbind(dim), b.unbind(dim), strict=True):
+        h = torch.addcmul(b_t, a_t, h)
+        states.append(h)
+    return torch.stack(states, dim)
+
+
 def need_cuda(x: Tensor) -> None:
     if x.device.type != "cuda":
         raise Unavailable("needs a CUDA device")

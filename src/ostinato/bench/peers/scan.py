@@ -11,8 +11,8 @@ from ostinato.bench.peers.prepare import (
     compile_anew,
     import_peer,
     leaves,
+    linear_loop,
     need_cuda,
-    over_time,
     time_first,
     time_last,
 )
@@ -56,13 +56,7 @@ def time_loop(work: Scan, data: tuple[Tensor, ...]) -> Run:
     if work.length > 4096:
         raise Unavailable("left out above T = 4,096")
     a, b = leaves(*(time_first(x).contiguous() for x in data))
-
-    def step(coefficients: tuple[Tensor, Tensor], h: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.addcmul(coefficients[1], coefficients[0], h)
-        return h, h
-
-    loop = partial(over_time, step)
-    return Run(lambda: loop(zip(a.unbind(0), b.unbind(0), strict=True), torch.zeros_like(a[0])), (a, b), time_first)
+    return Run(lambda: linear_loop(a, b, torch.zeros_like(a[0]), 0), (a, b), time_first)
 
 
 CONTESTANTS: dict[str, dict[str, Build]] = {
