@@ -19,7 +19,7 @@ from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear import torch_ops
 
 
-def _layer_shapes(call: LayerArguments) -> tuple[tuple, tuple]:
+def _shapes(call: LayerArguments) -> tuple[tuple, tuple]:
     """The shapes of h and h_last."""
     pre, directions, channels = call.pre, call.directions, call.pre.shape[-1] // call.gates
     if call.offsets is None:
@@ -30,7 +30,7 @@ def _layer_shapes(call: LayerArguments) -> tuple[tuple, tuple]:
     return (*pre.shape[:-1], channels), (directions, batch, channels // directions)
 
 
-def _layer_scan(
+def _forward(
     pre: Tensor,
     bias: Tensor | None,
     h0: Tensor | None,
@@ -45,24 +45,24 @@ def _layer_scan(
     call = LayerArguments(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend)
     kernels = kernels_on(backend, pre.device.type)
     if pre.numel() == 0:
-        h_shape, last_shape = _layer_shapes(call)
+        h_shape, last_shape = _shapes(call)
         return pre.new_empty(h_shape), pre.new_zeros(last_shape) if h0 is None else h0.clone()
     return torch_ops.layer(*call) if kernels is None else kernels.layer(call)
 
 
-def _layer_scan_fake(*args: Any) -> tuple[Tensor, Tensor]:
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     call = LayerArguments(*args)
-    h_shape, last_shape = _layer_shapes(call)
+    h_shape, last_shape = _shapes(call)
     return call.pre.new_empty(h_shape), call.pre.new_empty(last_shape)
 
 
-def _layer_scan_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:TENSORS], output[0])
     ctx.settings = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
 
 
-def _layer_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
+def _grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
     if grad_h is None and grad_h_last is None:
         return (None,) * len(LayerArguments._fields)
     *tensors, h = ctx.saved_tensors
@@ -72,7 +72,7 @@ def _layer_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None
     return grads[0], None if bias is None else grads[1], None if h0 is None else grads[2], *NOTHING
 
 
-def _layer_scan_backward_impl(
+def _backward_impl(
     pre: Tensor,
     bias: Tensor | None,
     h0: Tensor | None,
@@ -95,64 +95,47 @@ def _layer_scan_backward_impl(
     kernels = kernels_on(backend, pre.device.type)
     if kernels is None:
         with torch.no_grad():
-            grads = _layer_scan_backward_composite(*call, h, grad_h, grad_h_last)
+            grads = _composite(*call, h, grad_h, grad_h_last)
             return grads[0].clone(), grads[1].clone(), grads[2].clone()
     grad_pre, grad_bias, grad_h0 = kernels.layer_backward(call, h, grad_h, grad_h_last)
     return grad_pre, or_empty(grad_bias, pre), or_empty(grad_h0, pre)
 
 
-def _layer_scan_backward_fake(
-    pre: Tensor, bias: Tensor | None, h0: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_fake(pre: Tensor, bias: Tensor | None, h0: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     grad_bias = None if bias is None else bias.new_empty(bias.shape)
     grad_h0 = None if h0 is None else h0.new_empty(h0.shape)
     return pre.new_empty(pre.shape), or_empty(grad_bias, pre), or_empty(grad_h0, pre)
 
 
-def _layer_scan_backward_composite(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _composite(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *args, _, grad_h, grad_h_last = args  # type: ignore[assignment]
     wanted = [isinstance(x, Tensor) for x in args[:DIFFERENTIABLE]] + [False] * len(NOTHING)
     grads = gradients(torch_ops.layer, args, (grad_h, grad_h_last), wanted)
     return grads[0], or_empty(grads[1], args[0]), or_empty(grads[2], args[0])  # type: ignore[return-value]
 
 
-def _layer_scan_groups(*args: Any) -> Groups:
+def _groups(*args: Any) -> Groups:
     call = LayerArguments(*args)
     gates = call.directions * call.gates
     return (gates, gates, 1, *NOTHING), (call.directions, 1)
 
 
-def _layer_scan_backward_groups(*args: Any) -> Groups:
-    inputs, (h, h_last) = _layer_scan_groups(*args[:-3])
+def _backward_groups(*args: Any) -> Groups:
+    inputs, (h, h_last) = _groups(*args[:-3])
     return (*inputs, h, h, h_last), (*inputs[:DIFFERENTIABLE],)  # type: ignore[arg-type]
 
 
-layer_scan_backward = gradient(
-    "layer_scan_backward",
-    _layer_scan_backward_impl,
-    _layer_scan_backward_fake,
-    _layer_scan_backward_groups,
-    _layer_scan_backward_composite,
-)
+layer_scan_backward = gradient("layer_scan_backward", _backward_impl, _backward_fake, _backward_groups, _composite)
 
 
-def _plain_layer(*args: Any) -> tuple[Tensor, Tensor]:
+def _plain(*args: Any) -> tuple[Tensor, Tensor]:
     call = LayerArguments(*args)
     if call.offsets is not None:
         refuse_packed()
     return torch_ops.layer(*call._replace(backend="loop"))
 
 
-layer_scan = operator(
-    "layer_scan",
-    _layer_scan,
-    _layer_scan_fake,
-    _layer_scan_context,
-    _layer_scan_grad,
-    _layer_scan_groups,
-    plain=_plain_layer,
-    composite=torch_ops.layer,
-)
+layer_scan = operator("layer_scan", _forward, _fake, _context, _grad, _groups, plain=_plain, composite=torch_ops.layer)
 
 
 def projected_scan(

@@ -24,7 +24,7 @@ from ostinato.kernels.scan.operators import after_no_steps, check_cu_seqlens
 # each of any dtype.  The rest is as in linear_scan.
 
 
-def _linear_recurrence(
+def _forward(
     recurrence: str,
     h0: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -43,20 +43,20 @@ def _linear_recurrence(
     return kernels.scan(recurrence, h0, order, *arguments)
 
 
-def _linear_recurrence_fake(recurrence: str, _h0: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake(recurrence: str, _h0: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     cu_seqlens, resets, reverse, _backend, *arguments = rest
     like = first_sequence(recurrence, arguments)
     order = order_of(cu_seqlens, resets, reverse)
     return like.new_empty(like.shape), like.new_empty(order.sequences(like), like.shape[2])
 
 
-def _linear_recurrence_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.recurrence, h0, cu_seqlens, resets, ctx.reverse, ctx.backend, *arguments = inputs
     ctx.save_for_backward(h0, output[0], cu_seqlens, resets, *arguments)
     ctx.set_materialize_grads(False)
 
 
-def _linear_recurrence_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
+def _grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
     h0, h, cu_seqlens, resets, *arguments = ctx.saved_tensors
     if grad_h is None and grad_h_last is None:
         return (None,) * (6 + len(arguments))
@@ -65,7 +65,7 @@ def _linear_recurrence_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor
     return None, None if h0 is None else grad_h0, None, None, None, None, *grads
 
 
-def _linear_recurrence_backward_impl(
+def _backward_impl(
     recurrence: str,
     h0: Tensor | None,
     h: Tensor,
@@ -86,7 +86,7 @@ def _linear_recurrence_backward_impl(
     if kernels is None:
         with torch.no_grad():
             others = h0, h, grad_h, grad_h_last, *order, backend
-            results = _linear_recurrence_backward_composite(recurrence, *others, *arguments)
+            results = _composite(recurrence, *others, *arguments)
         return [x.clone() for x in results]
     states = h, h0, grad_h, grad_h_last
     grad_sequences, grad_parameters, grad_h0 = kernels.scan_backward(recurrence, *states, order, *arguments)
@@ -96,11 +96,11 @@ def _linear_recurrence_backward_impl(
     return [or_empty(grad_h0, h), *grad_arguments]
 
 
-def _linear_recurrence_backward_fake(recurrence: str, h0: Tensor | None, h: Tensor, *rest: Any) -> list[Tensor]:
+def _backward_fake(recurrence: str, h0: Tensor | None, h: Tensor, *rest: Any) -> list[Tensor]:
     return [h.new_empty(0 if h0 is None else h0.shape), *(x.new_empty(x.shape) for x in rest[6:])]
 
 
-def _linear_recurrence_backward_composite(
+def _composite(
     recurrence: str,
     h0: Tensor | None,
     h: Tensor,
@@ -114,25 +114,21 @@ def _linear_recurrence_backward_composite(
     return or_empty(grads[1], h), *(g for g in grads[6:] if g is not None)
 
 
-def _linear_recurrence_groups(*args: Any) -> Groups:
+def _groups(*args: Any) -> Groups:
     return (None, 1, None, None, None, None) + (1,) * (len(args) - 6), (1, 1)
 
 
-def _linear_recurrence_backward_groups(*args: Any) -> Groups:
+def _backward_groups(*args: Any) -> Groups:
     count = len(args) - 9
     return (None, 1, 1, 1, 1) + (None,) * 4 + (1,) * count, (1,) * (1 + count)
 
 
 linear_recurrence_backward = gradient(
-    "linear_recurrence_backward",
-    _linear_recurrence_backward_impl,
-    _linear_recurrence_backward_fake,
-    _linear_recurrence_backward_groups,
-    _linear_recurrence_backward_composite,
+    "linear_recurrence_backward", _backward_impl, _backward_fake, _backward_groups, _composite
 )
 
 
-def _plain_recurrence(
+def _plain(
     recurrence: str, h0: Tensor | None, cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     if cu_seqlens is not None:
@@ -141,12 +137,5 @@ def _plain_recurrence(
 
 
 linear_recurrence = operator(
-    "linear_recurrence",
-    _linear_recurrence,
-    _linear_recurrence_fake,
-    _linear_recurrence_context,
-    _linear_recurrence_grad,
-    _linear_recurrence_groups,
-    plain=_plain_recurrence,
-    composite=torch_ops.scan,
+    "linear_recurrence", _forward, _fake, _context, _grad, _groups, plain=_plain, composite=torch_ops.scan
 )
