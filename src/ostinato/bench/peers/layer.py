@@ -10,14 +10,14 @@ from torch.nn import functional as F
 import ostinato
 from ostinato.bench.peers.prepare import (
     Build,
-    flashrnn_functions,
+    flashrnn_function,
     import_peer,
     leaves,
     need_cuda,
     over_time,
     time_first,
 )
-from ostinato.bench.workloads import OURS, Layer, ParaLayer, Run, SLSTMLayer, Unavailable, name_of
+from ostinato.bench.workloads import OURS, Layer, ParaLayer, Run, SLSTMLayer, Unavailable
 
 TIME_LOOP, FROM_HOST = "Ostinato, time loop", "Ostinato, with the transfer"
 CELL_LOOPS = {"mingru": "torch.nn.GRUCell, time loop", "minlstm": "torch.nn.LSTMCell, time loop"}
@@ -132,17 +132,8 @@ def flashrnn(work: SLSTMLayer, data: tuple[Tensor, ...]) -> Run:
     """FlashRNN's persistent kernel, which takes the gates of each unit adjacent in memory."""
     need_cuda(data[0])
     x, weight, bias, *recurrent = data
-    units, functions = work.channels // work.heads, flashrnn_functions(x.device)
-    config = functions.FlashRNNConfig(
-        backend="cuda_fused",
-        function="slstm",
-        head_dim=units,
-        num_heads=work.heads,
-        batch_size=work.batch,
-        dtype=name_of(work.dtype),
-        input_shape="TBGHD",
-        output_shape="STBHD",
-    )
+    units = work.channels // work.heads
+    function = flashrnn_function(work, x.device, "slstm", units, work.heads)
     weight = weight.unflatten(0, (4, -1)).transpose(0, 1).flatten(0, 1)
     weight_hh = torch.stack(recurrent).unflatten(1, (4, -1)).transpose(0, 1).contiguous()
     inputs = leaves(time_first(x).contiguous(), weight, weight_hh, bias.view(4, work.heads, units))
@@ -150,7 +141,7 @@ def flashrnn(work: SLSTMLayer, data: tuple[Tensor, ...]) -> Run:
     def call() -> Tensor:
         x, weight, weight_hh, bias = inputs
         gates = F.linear(x, weight).unflatten(-1, (work.heads, units, 4)).movedim(-1, 2)
-        states, _ = functions.flashrnn(gates, weight_hh, bias, None, config=config)
+        states, _ = function(gates, weight_hh, bias, None)
         return states[0].flatten(2)
 
     return Run(call, inputs, time_first, has_bias=True)

@@ -2,12 +2,13 @@
 
 import importlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ostinato.bench.workloads import Run, Unavailable
+from ostinato.bench.workloads import Run, Unavailable, name_of
 from ostinato.cuda_graphs.capture import capture
 
 NOT_INSTALLED = " is not installed"  # why a peer is unavailable, after its package's name
@@ -22,8 +23,10 @@ def import_peer(module: str, package: str) -> Any:
         raise Unavailable(f"{package}{NOT_INSTALLED} ({error})") from error
 
 
-def flashrnn_functions(device: torch.device) -> Any:
-    """FlashRNN's module of functions; raises Unavailable if it is not installed."""
+def flashrnn_function(
+    work: Any, device: torch.device, function: str, units: int, heads: int = 1, backend: str = "cuda_fused"
+) -> Callable:
+    """FlashRNN's function of a batch of the workload, for `heads` of `units` each; raises Unavailable without it."""
     functions = import_peer("flashrnn.flashrnn.flashrnn", "flashrnn")
     properties: Any = torch.cuda.get_device_properties(device)
     functions.get_gpu_info = lambda device_id: {  # its own does not compile with CUDA 13
@@ -32,7 +35,17 @@ def flashrnn_functions(device: torch.device) -> Any:
         "multiProcessorCount": properties.multi_processor_count,
         "sharedMemPerBlockOptin": properties.shared_memory_per_block_optin,
     }
-    return functions
+    config = functions.FlashRNNConfig(
+        backend=backend,
+        function=function,
+        head_dim=units,
+        num_heads=heads,
+        batch_size=work.batch,
+        dtype=name_of(work.dtype),
+        input_shape="TBGHD",
+        output_shape="STBHD",
+    )
+    return partial(functions.flashrnn, config=config)
 
 
 def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:

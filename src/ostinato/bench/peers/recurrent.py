@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ostinato
-from ostinato.bench.peers.prepare import Build, captured, flashrnn_functions, import_peer, need_cuda, over_time
-from ostinato.bench.workloads import OURS, RECURRENT, RecurrentLayer, Run, Unavailable, name_of
+from ostinato.bench.peers.prepare import Build, captured, flashrnn_function, import_peer, need_cuda, over_time
+from ostinato.bench.workloads import OURS, RECURRENT, RecurrentLayer, Run, Unavailable
 from ostinato.kernels.persistent.plan import KernelPath
 
 FROM_EQUATION = "Ostinato, from its equation"
@@ -125,19 +125,10 @@ def flashrnn(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
     need_cuda(data[0])
     if not (work.trained and work.is_plain and work.density == 1):
         raise Unavailable("measured for one dense layer and direction, not packed, without resets, trained")
-    functions = flashrnn_functions(data[0].device)
     persistent, gates, hidden = work.cell != "GRU", work.gates, work.hidden
+    cell, backend = "elman" if work.cell == "RNN" else work.cell.lower(), "cuda_fused" if persistent else "cuda"
+    function = flashrnn_function(work, data[0].device, cell, hidden, backend=backend)
     weights = tuple(work.torch_layer(data, work.dtype).parameters())
-    config = functions.FlashRNNConfig(
-        backend="cuda_fused" if persistent else "cuda",
-        function="elman" if work.cell == "RNN" else work.cell.lower(),
-        head_dim=hidden,
-        num_heads=1,
-        batch_size=work.batch,
-        dtype=name_of(work.dtype),
-        input_shape="TBGHD",
-        output_shape="STBHD",
-    )
 
     def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         weight_ih, weight_hh, bias_ih, bias_hh = (weight.unflatten(0, (gates, hidden)) for weight in weights)
@@ -149,9 +140,7 @@ def flashrnn(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
             weight_hh = weight_hh[[2, 0, 1]]
             bias = torch.cat((bias_hh[2:], (bias_ih + bias_hh)[:2], bias_ih[2:]))
         first = torch.stack(states).unsqueeze(3)
-        output, last = functions.flashrnn(
-            steps.unsqueeze(3), weight_hh.unsqueeze(1), bias.unsqueeze(1), first, config=config
-        )
+        output, last = function(steps.unsqueeze(3), weight_hh.unsqueeze(1), bias.unsqueeze(1), first)
         return output[0].squeeze(2), *last.squeeze(3)
 
     return work.run(call, data, weights)
