@@ -1,7 +1,6 @@
 """The errors of the contestants' results, relative to the same recurrence in float64."""
 
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,16 +19,6 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 Errors = dict[str, dict[str, float]]  # by pass, then by the name of the result
-
-
-class Check(Protocol):
-    """Holds a workload's float64 results, to compare those of each contestant with."""
-
-    def errors(self, run: Run) -> Errors: ...
-
-
-def check_of(work: Workload, data: tuple[Tensor, ...]) -> Check:
-    return RecurrentCheck(work, data) if isinstance(work, RecurrentLayer) else ChannelCheck(work, data)
 
 
 class RecurrentCheck:
@@ -114,3 +103,10 @@ class ChannelCheck:
     def _inputs(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Those of the tensors that have a time axis, before weights of heads: a and b of a scan, x of a layer."""
         return tuple(x for x in tensors if x.dim() == 3)[: len(self.work.inputs)]
+
+
+Check = RecurrentCheck | ChannelCheck  # holds a workload's float64 results, to compare those of each contestant with
+
+
+def check_of(work: Workload, data: tuple[Tensor, ...]) -> Check:
+    return RecurrentCheck(work, data) if isinstance(work, RecurrentLayer) else ChannelCheck(work, data)

@@ -192,9 +192,8 @@ def least_work(work: Layer | RecurrentLayer, kernel: str, launches: int) -> dict
     """Return the bytes that our kernel must move in a call, or the operations of a product; {} if unknown."""
     if isinstance(work, Layer):
         gates, states = GATES[work.cell], work.batch * work.length * work.channels
-        if PRODUCT.search(
-            kernel
-        ):  # one product for the gates, and in the backward pass one each for the gradients of input and weight
+        # One product for the gates, and in the backward pass one each for the gradients of input and weight.
+        if PRODUCT.search(kernel):
             return {"flops": launches * work.work("forward") * (2 if kernel.endswith("convolution_backward") else 1)}
         if kernel == "projected":
             inputs = work.batch * work.length * work.input_size
@@ -205,9 +204,8 @@ def least_work(work: Layer | RecurrentLayer, kernel: str, launches: int) -> dict
         product = 2 * states * gates * work.hidden
         if PRODUCT.search(kernel):
             return {"flops": launches * product}
-        if (
-            kernel == "products"
-        ):  # forward, the input's; backward, also those of the gradients of input and both weights
+        # Forward, the input's; backward, also those of the gradients of input and both weights.
+        if kernel == "products":
             return {"flops": (1 if launches == 1 else 1 + 3) * product}
     # Forward reads pre-activations and writes states; backward reads both and a gradient, and writes gradients.
     forward, backward, trained = gates + 1, 2 * gates + 2, work.passes[-1] != "forward"

@@ -25,9 +25,7 @@ class Run:
     same_function: bool = True  # False for a layer that computes something else, such as nn.GRU
     plan: dict[str, Any] = field(default_factory=dict)  # how our own layer runs
     forward_only: str = ""  # why no other pass is measured
-    gradients: Callable[[], tuple[Tensor, ...]] | None = (
-        None  # runs forward and backward, if not by autograd through `call`
-    )
+    gradients: Callable[[], tuple[Tensor, ...]] | None = None  # forward and backward, if not autograd of `call`
     weights: tuple[Tensor, ...] = ()  # which change between calls, as in training
 
     def prepare(self, pass_name: str) -> Callable[[], Any]:
