@@ -260,12 +260,6 @@ def _owned(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _sequential(
-    ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool, resets: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return ring.sequential(a, b, h0, reverse, resets)
-
-
 def _looped(
     ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool, resets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -301,4 +295,4 @@ def _double(x: Tensor) -> torch.dtype:
 
 CHUNKED = TorchBackend(_chunked_scan, _product_dtype)
 LOOPED = TorchBackend(_looped, at_least_float32)  # a single graph node, whatever the number of steps
-REFERENCE = TorchBackend(_sequential, _double)
+REFERENCE = TorchBackend(lambda ring, *args: ring.sequential(*args), _double)

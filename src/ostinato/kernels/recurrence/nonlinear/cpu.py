@@ -51,7 +51,7 @@ def steps(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     initial: Sequence[Tensor | None] = [None] * trace.states if h0 is None else h0
     state = [initial_state(x, shape, dtype) for x in initial]
     outs = [empty(like.shape, dtype) for _ in state]
-    _run(call, False, state, {"out": outs})
+    run_loop(*_prepared(call, False, state, {"out": outs}))
     return [x.to(like.dtype) for x in outs], [x.to(like.dtype) for x in state]
 
 
@@ -131,7 +131,7 @@ def steps_backward(
         "sum": sums,
         "total": totals,
     }
-    _run(call, True, state, arrays)
+    run_loop(*_prepared(call, True, state, arrays))
     grad_parameters = torch.stack(totals).sum(1) if totals else state[0].new_empty(0, like.shape[2])
     grad_h0 = None if h0 is None else [x.to(like.dtype) for x in state]
     if results is not grad_sequences:
@@ -201,11 +201,6 @@ class StepsOfRows:
             setattr(work, name, address + step.start * row_bytes)
         work.next_task, work.sequences = 0, step.stop - step.start
         run_loop(self._loop, work, self._threads)
-
-
-def _run(call: Call, backward: bool, state: Sequence[Tensor], others: dict[str, Sequence[Tensor]]) -> None:
-    """Run the loop of a call; arguments as in :func:`_prepared`."""
-    run_loop(*_prepared(call, backward, state, others))
 
 
 def _prepared(

@@ -103,8 +103,4 @@ def _kernel(dtype: torch.dtype, vector: int, lanes: int, device: int) -> nvrtc.K
 @functools.cache
 def _passing_kernel(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
     code = nvrtc.source("cuda/numeric.cuh", "scan/cuda/pass_on.cu")
-    return nvrtc.load_kernel("pass_on", code, _passing_macros(dtype), device)
-
-
-def _passing_macros(dtype: torch.dtype) -> Macros:
-    return (("SCALAR", SCALARS[dtype]), ("VEC", 1), ("THREADS", PASSING))
+    return nvrtc.load_kernel("pass_on", code, (("SCALAR", SCALARS[dtype]), ("VEC", 1), ("THREADS", PASSING)), device)
