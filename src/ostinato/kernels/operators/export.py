@@ -12,7 +12,7 @@ from torch.fx import Proxy
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ostinato.kernels.operators.surroundings import Replacing, captured_tensors
+from ostinato.kernels.operators.captured import Replacing, captured_tensors
 
 _is_portable = False
 
