@@ -44,9 +44,7 @@
 // Steps are numbered in scan order.  Steps outside the sequence (ragged ends, shorter packed sequences) act as the
 // identity.
 //
-// Compiled before this file, in this order: numeric.cuh, barriers.cuh, elements.cuh (the operations), messages.cuh,
-// tile.cuh, composition.cuh, place.cuh, copies.cuh, cluster.cuh, shared.cuh, resets.cuh, steps.cuh, rescan.cuh and
-// chain.cuh.
+// The files that are compiled before this one are listed in launch.py.
 
 // Sums the parameters' gradients over a block's segments, then over its warps, in a fixed order, into the block's row.
 __device__ inline void store_sums(const Place& at, Shared& shared, int part, Sums& sums) {

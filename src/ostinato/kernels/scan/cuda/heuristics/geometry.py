@@ -124,7 +124,7 @@ def macros(
         ("WARPS", geometry.warps),
         ("ROWS", geometry.rows),
         ("CHAINED", int(geometry.chained)),
-        ("LOOKS_BACK", int(geometry.chained and geometry.looks_back)),
+        ("LOOKS_BACK", int(geometry.looks_back)),
         ("RESIDENT", geometry.resident),
         ("NARROW", geometry.narrow),
         ("STAGES", geometry.stages),
