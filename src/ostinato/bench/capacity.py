@@ -19,6 +19,7 @@ H100 = SimpleNamespace(  # as CUDA reports an SXM module, and an H200 too; used 
     L2_cache_size=50 << 20,
     major=9,
 )
+BATCH, DTYPE = 4, torch.float16
 CELLS = {"RNN": "rnn_tanh", "GRU": "gru", "LSTM": "lstm"}
 DENSITIES = (1.0, 0.3, 0.1, 0.05)
 STEP = 16  # hidden sizes tried are multiples of it
@@ -27,7 +28,7 @@ COARSE_STEP = 16 * STEP  # of the first part of the search
 Row = dict[str, Any]
 
 
-def capacity(device: torch.device, batch: int = 4, dtype: torch.dtype = torch.float16) -> list[Row]:
+def capacity(device: torch.device) -> list[Row]:
     """Find each cell's largest hidden size whose weights stay in registers and shared memory, by density and block.
 
     The L2 cache is not used for weights.  On a CPU, the chip is an H100.
@@ -39,15 +40,15 @@ def capacity(device: torch.device, batch: int = 4, dtype: torch.dtype = torch.fl
     rows = []
     for cell in CELLS:
         for density, block in shapes:
-            plan, hidden = _largest(CELLS[cell], batch, dtype, density, block, properties)
+            plan, hidden = _largest(CELLS[cell], density, block, properties)
             rows.append(
                 {
                     "device": properties.name,
                     "cell": cell,
                     "density": density,
                     "block": block,
-                    "batch": batch,
-                    "dtype": name_of(dtype),
+                    "batch": BATCH,
+                    "dtype": name_of(DTYPE),
                     "hidden_size": hidden,
                     "path": plan.path,
                     "bytes_on_chip": plan.bytes_on_chip,
@@ -57,17 +58,15 @@ def capacity(device: torch.device, batch: int = 4, dtype: torch.dtype = torch.fl
     return rows
 
 
-def _largest(
-    cell: str, batch: int, dtype: torch.dtype, density: float, block: tuple[int, int] | None, properties: Any
-) -> tuple[Plan, int]:
+def _largest(cell: str, density: float, block: tuple[int, int] | None, properties: Any) -> tuple[Plan, int]:
     """Return the largest layer that fits, searched downwards from the size whose weights alone would fill the chip."""
 
     def plan(hidden: int) -> Plan:
         weights = None if block is None else int(density * GATES[cell] * hidden**2)
-        return choose_geometry(cell, hidden, batch, dtype, weights, block, properties)
+        return choose_geometry(cell, hidden, BATCH, DTYPE, weights, block, properties)
 
     available = plan(STEP).bytes_available
-    hidden = int((available / (GATES[cell] * density * dtype.itemsize)) ** 0.5) // STEP * STEP
+    hidden = int((available / (GATES[cell] * density * DTYPE.itemsize)) ** 0.5) // STEP * STEP
     while hidden > COARSE_STEP and not plan(hidden - COARSE_STEP).has_kernel:
         hidden -= COARSE_STEP
     while hidden > 0 and not plan(hidden).has_kernel:
