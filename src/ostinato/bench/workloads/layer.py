@@ -33,10 +33,11 @@ class Layer:
     inputs: ClassVar[tuple[str, ...]] = ("input",)
     unit = "flops"
     limit_name = "its GEMM alone"
+    tf32: ClassVar[bool] = False  # whether float32 products may be rounded to tf32
 
     def __str__(self) -> str:
         sizes = f"({self.batch}, {self.length}, {self.input_size}) to {self.channels}"
-        return f"{self.cell} {sizes} {name_of(self.dtype)}"
+        return f"{self.cell} {sizes} {'tf32' if self.tf32 else name_of(self.dtype)}"
 
     @property
     def gates(self) -> int:
@@ -84,9 +85,6 @@ class ParaLayer(Layer):
     kind = "recurrence"
     tf32: ClassVar[bool] = True
     gates: ClassVar[int] = 3
-
-    def __str__(self) -> str:
-        return f"{self.cell} ({self.batch}, {self.length}, {self.input_size}) to {self.channels} tf32"
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
         """Draw the tensors of a :class:`Layer`, then the diagonal recurrent weights and an LSTM's peepholes."""
