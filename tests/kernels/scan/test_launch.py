@@ -1,6 +1,7 @@
 """What scans compile and launch on a GPU, without one."""
 
 import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -276,12 +277,43 @@ def test_more_steps_than_the_kernel_counts_are_refused():
         launch._prepare(problem, torch.float32, 0)
 
 
-def test_an_interrupted_launch_leaves_no_counter_behind(monkeypatch):
+@pytest.fixture
+def workspaces(monkeypatch):
+    """Workspaces in the host's memory, for launches that are not captured."""
+
     class Workspace:
         def __init__(self, words, device):
             self.memory, self.counter = torch.zeros(words), torch.zeros(1)
             self.epoch, self.drawn, self.drawing = 0, 0, False
 
+    monkeypatch.setattr(workspace, "_Workspace", Workspace)
+    monkeypatch.setattr(workspace, "_workspaces", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    return workspace._workspaces
+
+
+def test_launches_share_a_streams_workspace_in_different_epochs(workspaces):
+    given = []
+
+    def start(*arguments):
+        given.append(arguments)
+        if len(given) == 2:
+            raise KeyboardInterrupt  # without a counter, nothing is unknown afterwards
+
+    for words, draws in ((4, 0), (4, 0), (3, 5), (4, 6), (8, 0)):
+        with pytest.raises(KeyboardInterrupt) if len(given) == 1 else nullcontext():
+            workspace.start_in_workspace(start, 0, words, draws, (1, 2))
+    addresses = {arguments[2:4] for arguments in given[:4]}
+    assert len(addresses) == 1
+    (large,) = workspaces.values()
+    assert given[4][2:4] == (large.memory.data_ptr(), large.counter.data_ptr())
+    assert addresses.isdisjoint([given[4][2:4]])
+    # The first arguments, the epochs, and the counter's values; a larger workspace begins anew.
+    assert [(*x[:2], *x[4:]) for x in given] == [(1, 2, *x) for x in ((4, 0), (8, 0), (12, 0), (16, 5), (4, 0))]
+
+
+def test_an_interrupted_launch_leaves_no_counter_behind(monkeypatch, workspaces):
     begins = []
 
     def start(*given):
@@ -289,11 +321,7 @@ def test_an_interrupted_launch_leaves_no_counter_behind(monkeypatch):
         if len(begins) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(workspace, "_Workspace", Workspace)
-    monkeypatch.setattr(workspace, "_workspaces", {})
     monkeypatch.setattr(launch, "_prepare", lambda *_: launch._Launch(start, 4, 100, 1))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     scan = launch.Scan(Problem("LinearScan", torch.float32, 0, 1, 8, 1, ((8, 1, 0),) * 2, ((8, 1, 0),)))
     like = torch.zeros(1, 8, 1)
     for _ in range(2):
