@@ -49,7 +49,7 @@ def of_several(
     In eager mode all calls are one autograd node.  ``prepare(*calls)`` returns the function that computes all results
     of calls like these, ``setup_context`` saves what each call needs, and ``backward(function, parts, grads)`` returns
     the gradients of each call's arguments, given those of its results.  In compiled graphs ``compiled(*calls)``, such
-    as :func:`one_operator`, computes all results, and everywhere else ``separately(*calls)``.
+    as :class:`OneOperator`, computes all results, and everywhere else ``separately(*calls)``.
     The attribute ``prepared`` is that of :func:`~ostinato.kernels.operators.dispatch.operator`, for several calls.
     """
     apply = _eager(name, setup_context, backward)
@@ -91,30 +91,16 @@ def _eager(name: str, setup_context: Callable, backward: Callable) -> Callable:
     return apply_of(autograd_function(name, forward=run_and_save, backward=pull_back))
 
 
-def one_operator(
-    name: str,
-    prepare: Callable,
-    setup_context: Callable,
-    backward: Callable,
-    arguments_of: Callable,
-    fake: Callable,
-    whole: Callable,
-) -> Callable:
+class OneOperator:
     """The function of several calls as an operator ``ostinato::name`` in ``torch.library``; a second has its gradients.
 
     Other arguments are those of :func:`of_several`.  ``arguments_of(part)`` returns a call's arguments, from what it
     has saved; ``fake(*calls)`` returns tensors like all results, and ``whole(call, result)`` a call's results including
     those that the function may leave out.  Where gradients may be differentiated or are batched, ``backward`` is called
-    with None for the function, and must then use no other operator of several calls.  The operators take all tensors,
-    all numbers, which may be symbols to a compiler, and a text with everything else in the calls.
+    with None for the function, and must then use no other operator of several calls.  The operators take calls as
+    :func:`_flattened` encodes them: all tensors, all numbers, which may be symbols to a compiler, and a text with
+    everything else.
     """
-
-    operator = _OneOperator(name, prepare, setup_context, backward, arguments_of, fake, whole).operator
-    return lambda *calls: _split(operator(*_flattened(calls)), len(calls))
-
-
-class _OneOperator:
-    """The two operators of :func:`one_operator`, which take calls as :func:`_flattened` encodes them."""
 
     def __init__(
         self,
@@ -135,6 +121,9 @@ class _OneOperator:
         self.gradient.register_fake(self.fake_backward)
         for operator in (self.operator, self.gradient):
             operator.register_vmap(functools.partial(_of_samples, name, operator))
+
+    def __call__(self, *calls: tuple) -> list[Sequence[Any]]:
+        return _split(self.operator(*_flattened(calls)), len(calls))
 
     def run(self, form: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
         """The implementation of the operator."""

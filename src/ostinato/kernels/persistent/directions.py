@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ostinato.kernels.cuda.streams import beside
 from ostinato.kernels.operators.eager import is_eager
-from ostinato.kernels.operators.several import of_several, one_operator
+from ostinato.kernels.operators.several import OneOperator, of_several
 from ostinato.kernels.persistent.arguments import NOTHING
 from ostinato.kernels.persistent.backward import back_through_time, back_through_time_of_both
 from ostinato.kernels.persistent.executor import Executor, executor_of
@@ -56,6 +56,6 @@ def _empty(*calls: tuple) -> list[tuple]:
     return [empty_results(*call) for call in calls]
 
 
-_compiled = one_operator("recurrent_layers", _both, context, _backward, inputs, _empty, whole)
+_compiled = OneOperator("recurrent_layers", _both, context, _backward, inputs, _empty, whole)
 recurrent_layers = of_several("recurrent_layers", _separately, _both, context, _backward, _compiled)
 """``recurrent_layer`` of both directions, given the arguments of each."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.operators.eager import is_eager
-from ostinato.kernels.operators.several import of_several, one_operator
+from ostinato.kernels.operators.several import OneOperator, of_several
 from ostinato.kernels.persistent.arguments import INPUTS, TENSORS, Arguments
 from ostinato.kernels.persistent.backends import is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.executor import call_of, executor_of
@@ -122,7 +122,7 @@ def _separately(*calls: tuple) -> list[tuple]:
     return results
 
 
-_compiled = one_operator("stacked_layers", _planned, context, _backward_of_compiled, inputs, _empty, whole)
+_compiled = OneOperator("stacked_layers", _planned, context, _backward_of_compiled, inputs, _empty, whole)
 stacked_layers = of_several("stacked_layers", _separately, wavefront_of, context, _backward, _compiled)
 """``recurrent_layer`` of each of several stacked layers, given the arguments of each.
 
