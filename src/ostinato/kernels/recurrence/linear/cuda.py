@@ -196,7 +196,7 @@ class Step:
     def __init__(self, recurrence: str, batch: int, inputs: int, hidden: int, dtype: torch.dtype, device: int) -> None:
         self._recurrence, self._sizes, self._dtype, self._device = recurrence, (batch, inputs, hidden), dtype, device
         self._shape, self._strides = (batch, hidden), (hidden, 1)
-        gates = len(parse(recurrence).sequences)
+        gates = sum(parse(recurrence).sequences)
         self._launches: dict[int, Callable[..., None]] = {}  # by the low bits of the addresses
         self._scan: Scan | None = None
         self._groups = -(-batch // MOST_AT_ONCE)
