@@ -149,8 +149,8 @@ class SequenceLayers(MaskedLayers):
             return None
         (batch, steps), packed = size, isinstance(input, PackedSequence)
         if packed and torch.compiler.is_compiling():  # torch's forward would compare with a size known at run time only
-            for state, size in zip(states, state_sizes(self), strict=False):
-                self.check_hidden_size(state, (len(self._all_weights), batch, size))
+            for state, width in zip(states, state_sizes(self), strict=False):
+                self.check_hidden_size(state, (len(self._all_weights), batch, width))
         x = input.data if packed else input
         device = weights[0].device
         if device.type == "meta":
