@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._pytree import tree_leaves
 
 import ostinato
@@ -621,6 +622,25 @@ def test_complex_recurrences_run_in_onnx(tmp_path):
         magnitude, angle = torch.randn(2, batch, steps, 4)
         results = session.run(None, {"magnitude": magnitude.numpy(), "angle": angle.numpy()})
         assert_trees_close(results, model(magnitude, angle))
+
+
+@pytest.mark.parametrize("make", [ostinato.GRU, ostinato.MinGRU])
+def test_packed_sequences_are_exported(make):
+    """With an initial state, or by PyTorch's compiler; not if the model packs them."""
+    layer, state = make(3, 4, num_layers=2), torch.randn(2, 2, 4)
+    packed, other = (pack_padded_sequence(torch.randn(5, 2, 3), [5, 3]) for _ in range(2))
+    for strict, given in ((False, (state,)), (True, ())):
+        program = torch.export.export(layer, (packed, *given), strict=strict).module()
+        assert_trees_close(program(other, *given)[0].data, layer(other, *given)[0].data)
+    with pytest.raises(NotImplementedError, match=r"^torch\.export needs an initial state for packed sequences"):
+        torch.export.export(layer, (packed,), strict=False)
+
+    class Packing(nn.Module):
+        def forward(self, x, lengths, state):
+            return layer(pack_padded_sequence(x, lengths), state)[0].data
+
+    with pytest.raises(NotImplementedError, match=r"^torch\.export cannot trace how a model packs sequences"):
+        torch.export.export(Packing(), (torch.randn(5, 2, 3), torch.tensor([5, 3]), state), strict=False)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

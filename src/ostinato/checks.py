@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.matmul.precision import autocast_dtype
+from ostinato.kernels.operators.export import has_unknown_size, is_traced
 from ostinato.kernels.scan.operators import shortened
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -115,6 +116,11 @@ def check_packed(packed: PackedSequence, hx: object = None) -> int:
     sizes, rows = packed.batch_sizes, len(packed.data)
     orders = {name: getattr(packed, name) for name in ("sorted_indices", "unsorted_indices")}
     if torch.compiler.is_compiling():
+        if is_traced() and has_unknown_size(sizes):
+            raise NotImplementedError(
+                "torch.export cannot trace how a model packs sequences, whose number of steps it does not know: "
+                "export a model of packed or padded sequences"
+            )
         fits = (sizes.diff() <= 0).all() & (sizes[-1] >= 1) & (sizes.sum() == rows)
         torch._assert_async(fits, "input.batch_sizes must be positive, never rise, and add up to the rows of input")
         for name, indices in orders.items():
@@ -122,6 +128,11 @@ def check_packed(packed: PackedSequence, hx: object = None) -> int:
                 torch._assert_async(sizes[0] == len(indices), f"input.{name} must have an index for each sequence")
         state = hx[0] if isinstance(hx, (tuple, list)) and hx else hx
         if not (isinstance(state, Tensor) and state.dim() == 3):  # there is none, or the caller raises
+            if is_traced():
+                raise NotImplementedError(
+                    "torch.export needs an initial state for packed sequences, which tells how many there are, or "
+                    "strict=True"
+                )
             return int(sizes[0])
         torch._assert_async(sizes[0] == state.shape[1], "hx must have a state for each sequence of input")
         return state.shape[1]

@@ -43,6 +43,13 @@ def has_any_length(length: int | SymInt) -> bool:
     return is_traced() and isinstance(length, SymInt)
 
 
+def has_unknown_size(x: Tensor) -> bool:
+    """Whether an exporter knows the tensor's first size only once the program runs, as it depends on other data."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(x.shape[0]))
+
+
 def write(plain: Callable, name: str, args: tuple) -> Any:
     """Trace ``plain(*args)`` into the graph in place of the operator."""
     if not torch.compiler.is_compiling() or torch.compiler.is_dynamo_compiling():
