@@ -102,6 +102,18 @@ def test_weights_given_other_data_before_the_backward():
         torch.testing.assert_close(got, right)
 
 
+def test_stacks_run_one_layer_after_the_other(fresh_compiler, monkeypatch):
+    """Also where others run at once, as a layer's input is the projection of the one below."""
+    monkeypatch.setattr(sequences, "WAVEFRONT_DEVICES", ("cpu",))
+    monkeypatch.setattr(sequences, "layers_at_once", lambda *_: 2)
+    layer = make(num_layers=2)
+    x, hx = inputs(layer, 3)
+    assert_gradients_close(layer, twin(layer), x, hx)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        assert_results_close(compiled(x, hx), twin(layer)(x, hx), 1e-13)
+
+
 @by("as planned")
 @pytest.mark.parametrize("bias", [True, False])
 def test_calls_that_torch_runs(bias):
