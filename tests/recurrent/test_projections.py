@@ -216,3 +216,16 @@ def test_gpu_graphs(soon):
         for got, right in zip(gradients(layer, x), first, strict=True):
             torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-4)
     assert kept._kept.replays > 0
+
+
+@pytest.mark.gpu
+def test_gpu_compiled(fresh_compiler):
+    layer = make(24, 64, 16, dtype=torch.bfloat16, num_layers=2).cuda()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        compiled.parameters = layer.parameters
+        for length in (20, 31):
+            x, hx = inputs(layer, 4, length, device="cuda")
+            assert_results_close(compiled(x, hx), layer(x, hx), 0.02)
+            for got, right in zip(gradients(compiled, x, hx), gradients(layer, x, hx), strict=True):
+                assert (got - right).abs().max() <= 0.02 * right.abs().max().clamp(min=1)
