@@ -185,8 +185,7 @@ class SequenceLayers(MaskedLayers):
         check_shapes(self, weights)
         if left_to_torch:
             on_gpu = training and device.type != "cpu"  # where torch's kernels depend on the training mode, too
-            of_call = on_gpu or autocast or packed or x.dim() == 2 or resets is not None
-            converted = of_call or self._buffers or self.proj_size
+            converted = on_gpu or autocast or packed or x.dim() == 2 or self._buffers or resets is not None
             return None if converted or not takes_as_they_are(self, x, states, weights) else LEFT_TO_TORCH
         return KernelCall(batch, steps, computed if autocast else None, training, at_once)
 

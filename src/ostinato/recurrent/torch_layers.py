@@ -113,6 +113,8 @@ def _copied(layer: TorchLayers, **attributes: Any) -> TorchLayers:
 
 def takes_as_they_are(layer: nn.RNNBase, input: Tensor, states: list[Tensor], weights: list[Tensor]) -> bool:
     """Whether :meth:`_call_torch` takes these batched tensors, of the right sizes, and so all like them."""
+    if layer.proj_size:
+        return False
     if weights[0].is_cuda and not all(map(operator.is_, weights, layer._flat_weights)):  # cuDNN would copy them
         return False
     return is_eager([input, *states, *weights]) and all(state.is_contiguous() for state in states)

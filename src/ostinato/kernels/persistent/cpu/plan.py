@@ -33,8 +33,8 @@ SHARED = 128
 INTEL = FEATURES.get("sse4.2", False) and not FEATURES.get("sse4a", False)  # AMD's processors have both
 FEW_OF_INTEL, CACHED = 1.6, 2 << 20  # the factor of these steps, and the bytes of that cache
 
-# The most multiply-adds of a step that an LSTM's projection saves torch's kernels, which take longer otherwise; by
-# whether gradients are computed.  Measured on two cores of a Zen 3.
+# The most of :func:`_saved_by_projection` for which torch's kernels take longer all the same, by whether gradients are
+# computed.  Measured on two cores of a Zen 3.
 MOST_SAVED = {False: 60_000, True: 1_000_000}
 
 
@@ -115,8 +115,7 @@ def _few_steps_of_entries(call: Call, path: KernelPath, density: float) -> float
 def _why_torch(call: Call, path: KernelPath, density: float) -> str | None:
     """Why torch's kernels are faster for a layer, if they are, by the measured number of steps from which ours are."""
     cell, hidden_size, training = call.cell, call.hidden_size, call.training
-    saved = call.batch * hidden_size * (4 * hidden_size - 5 * call.proj_size)
-    if call.proj_size and saved > MOST_SAVED[training]:
+    if call.proj_size and _saved_by_projection(call) > MOST_SAVED[training]:
         return "the projections save torch's kernels more multiplications than ours save time"
     if path == "dense" and _in_onednn(call):
         return None if _is_faster_than_onednn(call) else "oneDNN's LSTM, which torch calls, is faster"
@@ -132,6 +131,11 @@ def _why_torch(call: Call, path: KernelPath, density: float) -> str | None:
     if call.steps is not None and call.steps < few:
         return f"weights are worth preparing for {few} steps or more"
     return None
+
+
+def _saved_by_projection(call: Call) -> int:
+    """The multiply-adds of a step that torch's kernels save, as ours multiply by the product of both weights."""
+    return call.batch * call.hidden_size * (4 * call.hidden_size - 5 * call.proj_size)
 
 
 def _in_onednn(call: Call) -> bool:
